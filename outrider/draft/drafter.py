@@ -1,0 +1,67 @@
+"""What every drafter is: something that sees rows of tokens and guesses what comes next.
+
+A drafter never sees the engine, does not choose how far it drafts, and may be wrong in any way: it can cost time,
+never a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from outrider.proposal import Proposal
+    from outrider.sampling.rules import Rules
+
+__all__ = ["DraftRows", "Drafter"]
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """B rows to draft for.
+
+    Attributes:
+        slots: Each row's slot in the engine: a drafter's own state is kept by slot.
+        tokens: ``[B, L]``, this round's own copy: committed tokens, free to hold guesses after them.
+        lengths: Committed tokens of each row, ``[B]``.
+        host_lengths: The same, as the host knows them.
+        tables: Cache blocks of each row, ``[B, blocks]``.
+        start: First cache slot of the only row, where its blocks lie in order.
+        rules: Sampling parameters of each row.
+        independent: Whether guesses must be drawn independently of the target's choice, with their q.
+    """
+
+    slots: tuple[int, ...]
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    host_lengths: tuple[int, ...]
+    tables: torch.Tensor
+    start: int | None
+    rules: Rules
+    independent: bool
+
+
+class Drafter(Protocol):
+    """Guesses next tokens. Rows come and go by slot; `release` says that a slot is somebody else's from now on."""
+
+    @property
+    def name(self) -> str:
+        """What statistics call it."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest sequence it can draft for; None: any."""
+
+    def catch_up(self, rows: DraftRows, budget: int) -> int:
+        """Bring the only row's cache up to date by feeding at most `budget` tokens; give how many are still missing."""
+
+    def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
+        """Guess up to `num_tokens` tokens for every row; always ``[B, num_tokens]``, lengths as they turn out."""
+
+    def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
+        """Learn how the last proposal fared: each row's length before the round, and its accepted guesses."""
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""

@@ -1,0 +1,104 @@
+"""From token ids to text, as they come: never half a character, never half a stop string."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Detokenizer"]
+
+CONTEXT_TOKENS = 6  # prompt tokens decoded along, so that a tokenizer's leading space comes out right
+UNFINISHED = "\ufffd"  # how a decoder shows bytes that do not make a character yet
+LONGEST_CHARACTER = 4  # bytes; what stays broken for longer is broken for good
+
+
+class Detokenizer:
+    """Decodes one sequence and watches for its stop strings.
+
+    Args:
+        tokenizer: A transformers tokenizer, or None: then all text is empty.
+        prompt: Ids of the prompt.
+        stop: Strings that end the text.
+        include_stop: Whether the stop string stays in the text.
+        skip_special_tokens: Whether special tokens are left out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        self._prefix, self._read = 0, len(self._ids)
+        self._stop, self._include_stop = tuple(stop), include_stop
+        self._emitted = 0
+        self.text = ""
+
+    def push(self, token: int, *, watch: bool = True) -> str | None:
+        """Add one token; give the stop string that it completed, if any, with the text cut there.
+
+        Of several stop strings the one that ends first in the text counts, then the longer. With `watch` off, stop
+        strings pass (before min_tokens).
+        """
+        if self._tokenizer is None:
+            return None
+        self._ids.append(token)
+        whole = self._decode(self._prefix, len(self._ids))
+        if whole.endswith(UNFINISHED) and len(self._ids) - self._read < LONGEST_CHARACTER:
+            return None
+        return self._add(whole, watch=watch)
+
+    def finish(self) -> None:
+        """Let out what was still waiting for the rest of a character."""
+        if self._tokenizer is not None and self._read < len(self._ids):
+            self._add(self._decode(self._prefix, len(self._ids)), watch=False)
+
+    def take(self, *, final: bool) -> str:
+        """Give the text that is new since the last call and settled: no stop string can begin in it."""
+        end = len(self.text) if final else len(self.text) - self._held_back()
+        new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
+        return new
+
+    def _add(self, whole: str, *, watch: bool) -> str | None:
+        known = self._decode(self._prefix, self._read)
+        before = len(self.text)
+        self.text += whole[len(known) :]
+        self._prefix, self._read = self._read, len(self._ids)
+        return self._cut(before) if watch and self._stop else None
+
+    def _cut(self, before: int) -> str | None:
+        found: tuple[int, int, str] | None = None
+        for stop in self._stop:
+            start = self.text.find(stop, max(0, before - len(stop) + 1))
+            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
+                found = (start + len(stop), start, stop)
+        if found is None:
+            return None
+        end, start, stop = found
+        self.text = self.text[: end if self._include_stop else start]
+        return stop
+
+    def _held_back(self) -> int:
+        """How many last characters might be the beginning of a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+    def _decode(self, start: int, end: int) -> str:
+        return str(
+            self._tokenizer.decode(
+                self._ids[start:end], skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+            )
+        )

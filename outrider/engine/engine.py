@@ -1,0 +1,328 @@
+"""The engine: admits requests, feeds prompts, runs rounds, and hands out what they gave.
+
+One call of `step` is one turn of everything: feed some prompt tokens, then one round for every row that is ready. The
+engine decides on the host who takes part and how far to draft; the round itself decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.config import MAX_DRAFT_TOKENS, EngineConfig, SpeculationConfig, Verification
+from outrider.draft.drafter import DraftRows
+from outrider.engine.controller import Controller
+from outrider.engine.cost import measured
+from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.state import DeviceState
+from outrider.model.kv_cache import BlockPool
+from outrider.outputs import TokenLogprob
+from outrider.sampling.choose import logprobs
+
+if TYPE_CHECKING:
+    from outrider.draft.drafter import Drafter
+    from outrider.model.runner import Runner
+    from outrider.sequence import Sequence
+
+__all__ = ["Engine", "EngineFigures"]
+
+logger = logging.getLogger("outrider")
+MOST_FAILURES = 3  # of a drafter in a row, before it is switched off
+PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
+
+
+class EngineFigures:
+    """What the engine counted since it started."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.tokens = 0
+        self.draft_failures = 0
+        self.draft_limit_stops = 0
+        self.propose_seconds = 0.0
+        self.verify_seconds = 0.0
+
+
+class Engine:
+    """Runs sequences to their end over one target and any number of drafters.
+
+    Args:
+        runner: The target, its cache allocated.
+        drafter: Guesses for every sequence that brings no drafter of its own; None decodes plainly.
+        config: Sizes; ``config.max_model_len`` is set.
+        speculation: Draft length and verification.
+        num_blocks: Cache blocks, as the runners were allocated with.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        speculation: SpeculationConfig,
+        num_blocks: int,
+    ) -> None:
+        assert config.max_model_len is not None
+        self.runner = runner
+        self.drafter = drafter
+        self.config = config
+        self.speculation = speculation
+        self.figures = EngineFigures()
+        self._lookahead = lookahead = MAX_DRAFT_TOKENS
+        if config.exact:  # every round has the same width
+            self._lookahead = lookahead = speculation.num_speculative_tokens
+        self.state = DeviceState(config.max_num_seqs, config.max_model_len, lookahead, runner.device)
+        self.scheduler = Scheduler(
+            self.state, BlockPool(num_blocks), self._forget, reserve=lookahead if config.exact else None
+        )
+        self._controller: Controller | None = None
+        self._failures: dict[int, int] = {}  # of each drafter, in a row
+        self._drafters: list[Drafter] = [drafter] if drafter is not None else []
+        self._limited: set[Sequence] = set()
+
+    @property
+    def longest_draft(self) -> int:
+        """Guesses a round that a request may ask for at most."""
+        return self._lookahead
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return self.scheduler.busy
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        own = sequence.request.drafter
+        if own is not None and own not in self._drafters:
+            self._drafters.append(own)
+        self.scheduler.add(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence now; nothing is computed for it any more."""
+        if not sequence.finished:
+            sequence.finish("abort")
+            self.scheduler.retire(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Feed prompts, then run one round."""
+        self.scheduler.admit()
+        self._feed_prompts()
+        ready = [one for one in self.scheduler.running if one.uncached == 0]
+        # Oldest first: what one row needs may send away younger ones, which then no longer run.
+        ready = [one for one in ready if one.slot is not None and self.scheduler.secure(one)]
+        if not ready:
+            return
+        plan = self._plan(ready)
+        began = time.perf_counter()
+        proposal = propose(plan, self.runner.vocab_size, self._draft_failed)
+        if not plan.fixed_width and self.runner.device.type == "cpu":
+            proposal = proposal.narrowed(int(proposal.lengths.max()))
+        middle = time.perf_counter()
+        result = verify(plan, proposal, self.runner, self.state)
+        self._collect(ready, plan, result)
+        self.figures.propose_seconds += middle - began
+        self.figures.verify_seconds += time.perf_counter() - middle
+
+    def _feed_prompts(self) -> None:
+        """Feed what the target's cache lacks, oldest first, one chunk's worth a step."""
+        budget = self.config.prefill_chunk_size
+        for sequence in self.scheduler.running:
+            if budget <= 0:
+                return
+            if sequence.uncached > 0:
+                budget -= self._feed(sequence, budget)
+
+    def _feed(self, sequence: Sequence, budget: int) -> int:
+        """Feed one chunk. Chunks end at multiples of the chunk size, so their shape depends on the prompt alone."""
+        size = self.config.prefill_chunk_size
+        begin = sequence.cached
+        end = min(len(sequence) - 1, (begin // size + 1) * size)
+        if end - begin > budget and budget < size:
+            return budget  # what is left of this step's budget does not hold the chunk
+        reports = sequence.request.params.prompt_logprobs is not None and begin < sequence.prompt_length - 1
+        if reports:
+            end = min(end, begin + PROMPT_LOGPROB_CHUNK)
+        rows = self.state.gather([sequence])
+        positions = torch.arange(begin, end, device=self.runner.device)[None]
+        fed = (rows.tokens[:, begin:end], positions, rows.tables, end, rows.start)
+        if reports:
+            self._report_prompt(sequence, self.runner.forward(*fed), begin, end)
+        else:
+            self.runner.feed(*fed)
+        sequence.cached = end
+        return end - begin
+
+    def _report_prompt(self, sequence: Sequence, logits: torch.Tensor, begin: int, end: int) -> None:
+        """Note the log-probabilities of the prompt tokens after `begin`, once (not again after a preemption)."""
+        known = len(sequence.prompt_logprobs) - 1
+        following = sequence.request.prompt_token_ids[begin + 1 : end + 1]
+        if known > begin or not following:
+            return
+        taken = torch.tensor([following], device=logits.device)
+        report = logprobs(logits[:, : len(following)], taken, sequence.request.params.prompt_logprobs or 0)
+        for at, token in enumerate(following):
+            top = dict(zip(report.top_ids[0, at].tolist(), report.top[0, at].tolist(), strict=True))
+            sequence.prompt_logprobs.append(TokenLogprob(token, float(report.taken[0, at]), top))
+
+    def _plan(self, ready: list[Sequence]) -> RoundPlan:
+        """Decide how far to draft for each row, and with which drafter."""
+        wanted = [self._draft_length(sequence, len(ready)) for sequence in ready]
+        wanted = self._caught_up(ready, wanted)
+        for place, sequence in enumerate(ready):
+            if wanted[place] and not self.scheduler.grow(sequence, len(sequence) + wanted[place]):
+                wanted[place] = 0  # no room for guesses: decode plainly rather than send somebody away
+        exact = self.config.exact
+        num_tokens = self._lookahead if exact else max(wanted)
+        rows = self.state.gather(ready, pad_to=self.config.max_num_seqs if exact else 0, room=num_tokens + 1)
+        asked = [one.request.params.logprobs for one in ready if one.request.params.logprobs is not None]
+        return RoundPlan(
+            rows=rows,
+            allowance=torch.tensor(wanted + [0] * (len(rows.slots) - len(ready)), device=self.state.device),
+            num_tokens=num_tokens,
+            drafting=self._shares(ready, wanted),
+            verification=self.speculation.verification,
+            num_logprobs=max(asked) if asked else None,
+            fixed_width=exact,
+        )
+
+    def _shares(self, ready: list[Sequence], wanted: list[int]) -> tuple[Drafting, ...]:
+        shares = []
+        for drafter in self._drafters:
+            members = tuple(
+                place for place, one in enumerate(ready) if wanted[place] and self._drafter_of(one) is drafter
+            )
+            if members:
+                shares.append(Drafting(drafter, members))
+        return tuple(shares)
+
+    def _drafter_of(self, sequence: Sequence) -> Drafter | None:
+        own: Drafter | None = sequence.request.drafter
+        drafter = own if own is not None else self.drafter
+        return None if drafter is None or self._failures.get(id(drafter), 0) >= MOST_FAILURES else drafter
+
+    def _draft_length(self, sequence: Sequence, num_rows: int) -> int:
+        """Choose how many guesses to ask for: the request's wish, within what is left to generate and the draft's reach."""
+        drafter, params = self._drafter_of(sequence), sequence.request.params
+        if drafter is None:
+            return 0
+        asked = params.draft_length
+        most = self.speculation.num_speculative_tokens if asked is None else asked
+        most = min(most, self._lookahead, sequence.limit - len(sequence) - 1)
+        if drafter.context_length is not None and most > drafter.context_length - len(sequence):
+            most = max(0, drafter.context_length - len(sequence))
+            self._note_limit(sequence, drafter)
+        if most <= 0:
+            return 0
+        adaptive = params.speculation == "auto" and params.num_speculative_tokens is None and not self.config.exact
+        return self._control().length(sequence, drafter.name, most, num_rows) if adaptive else most
+
+    def _note_limit(self, sequence: Sequence, drafter: Drafter) -> None:
+        if sequence not in self._limited:
+            self._limited.add(sequence)
+            self.figures.draft_limit_stops += 1
+            logger.warning(
+                "request %s is longer than the draft's context of %s tokens: it goes on without guesses",
+                sequence.request.id, drafter.context_length,
+            )
+
+    def _control(self) -> Controller:
+        """Make the controller, on first need: it measures real passes for a moment."""
+        if self._controller is None:
+            most = min(self.speculation.num_speculative_tokens, self._lookahead)
+            self._controller = Controller(measured(self.runner, self.state, self._drafters, most))
+        return self._controller
+
+    def _caught_up(self, ready: list[Sequence], wanted: list[int]) -> list[int]:
+        """Let drafters feed what their caches lack, within a chunk a step; a row that still lags makes no guesses."""
+        budget = self.config.prefill_chunk_size
+        for place, sequence in enumerate(ready):
+            drafter = self._drafter_of(sequence)
+            if not wanted[place] or drafter is None:
+                continue
+            try:
+                lag = drafter.catch_up(self._draft_row(sequence), budget)
+            except Exception as error:
+                self._draft_failed(drafter, error)
+                lag = 1
+            if lag:
+                wanted[place], budget = 0, 0
+        return wanted
+
+    def _draft_row(self, sequence: Sequence) -> DraftRows:
+        rows = self.state.gather([sequence])
+        return DraftRows(
+            rows.slots, rows.tokens, rows.lengths, rows.host_lengths, rows.tables, rows.start, rows.rules,
+            self.speculation.verification.draws_guesses,
+        )
+
+    def _draft_failed(self, drafter: Drafter, error: Exception) -> None:
+        """Count a failure; a drafter that fails again and again is switched off. Requests go on."""
+        self.figures.draft_failures += 1
+        count = self._failures.get(id(drafter), 0) + 1
+        self._failures[id(drafter)] = count
+        verdict = "switched off" if count >= MOST_FAILURES else "this round goes on without it"
+        logger.warning("drafter %s failed (%s: %s); %s", drafter.name, type(error).__name__, error, verdict)
+
+    def _forget(self, slot: int) -> None:
+        for drafter in self._drafters:
+            drafter.release(slot)
+
+    def _collect(self, ready: list[Sequence], plan: RoundPlan, result: RoundResult) -> None:
+        """Read a round back: append tokens up to each sequence's end, keep the books, let go of what is finished."""
+        tokens = result.acceptance.tokens.tolist()
+        accepted = result.acceptance.num_accepted.tolist()
+        drafted = result.proposal.lengths.tolist()
+        lengths = tuple(len(sequence) for sequence in ready)
+        now = time.perf_counter()
+        for share in plan.drafting:
+            if any(drafted[member] for member in share.members):
+                self._failures.pop(id(share.drafter), None)
+            share.drafter.commit(
+                tuple(plan.rows.slots[m] for m in share.members),
+                tuple(lengths[m] for m in share.members),
+                tuple(accepted[m] for m in share.members),
+            )
+        report = None if result.logprobs is None else [one.tolist() for one in result.logprobs]
+        for row, sequence in enumerate(ready):
+            kept = self._append(sequence, tokens[row], accepted[row], drafted[row], now)
+            # What lies behind the end was judged but belongs to no text: it is not in the books.
+            counted = min(drafted[row], kept), min(accepted[row], kept)
+            sequence.ledger.record(*counted)
+            sequence.cached = len(sequence) - 1
+            if self._controller is not None:
+                self._controller.learn(sequence, *counted)
+            self.figures.drafted += counted[0]
+            self.figures.accepted += counted[1]
+            self.figures.tokens += kept
+            if report is not None and sequence.request.params.logprobs is not None:
+                _report(sequence, [column[row][:kept] for column in report])
+            if sequence.finished:
+                self._limited.discard(sequence)
+                self.scheduler.retire(sequence)
+        self.figures.rounds += 1
+
+    def _append(self, sequence: Sequence, tokens: list[int], accepted: int, drafted: int, now: float) -> int:
+        """Append a round's tokens until the sequence ends; give how many it took."""
+        sequence.lossy |= self.speculation.verification is Verification.TYPICAL and drafted > 0
+        last = "plain" if drafted == 0 else "bonus" if accepted == drafted else "recovered"
+        for place, token in enumerate(tokens[: accepted + 1]):
+            sequence.append(token, "accepted" if place < accepted else last, now)
+            if sequence.finished:
+                return place + 1
+        return accepted + 1
+
+
+def _report(sequence: Sequence, columns: list[list]) -> None:
+    num_top = sequence.request.params.logprobs or 0
+    begin = len(sequence.logprobs)
+    for token, taken, ids, values in zip(sequence.output[begin:], *columns, strict=True):
+        sequence.logprobs.append(
+            TokenLogprob(token, taken, dict(zip(ids[:num_top], values[:num_top], strict=True)))
+        )

@@ -1,0 +1,159 @@
+"""From what a caller passes to checked requests: everything wrong with a request is said here, before any work."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+from outrider.engine.detokenizer import Detokenizer
+from outrider.errors import InvalidRequestError
+from outrider.sampling.params import SamplingParams
+from outrider.sequence import Request, Sequence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outrider.draft.drafter import Drafter
+
+__all__ = ["Intake", "Prompt"]
+
+Prompt = Any  # a string, token ids, or a mapping with "prompt" or "prompt_token_ids"
+
+
+class Intake:
+    """Tokenizes, checks and completes requests.
+
+    Args:
+        tokenizer: A transformers tokenizer, or None: then prompts must be token ids.
+        vocab_size: Ids below this can be fed.
+        max_model_len: Longest sequence.
+        eos_token_ids: Ids that end a text unless a request ignores them.
+        longest_draft: Guesses a round that a request may ask for.
+        can_draft: Whether the engine has a drafter of its own.
+        seed: Fixes the seeds of requests that bring none.
+        drafter_for: Gives a drafter for the model in ``params.speculative_model``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        longest_draft: int,
+        can_draft: bool,
+        seed: int | None,
+        drafter_for: Callable[[Any], Drafter],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._longest_draft = longest_draft
+        self._can_draft = can_draft
+        self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
+        self._drafter_for = drafter_for
+        self._numbers = itertools.count()
+
+    def request(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> Request:
+        """Check one prompt with its parameters.
+
+        Raises:
+            InvalidRequestError: The prompt is empty, too long or holds unknown ids, or a parameter does not fit.
+        """
+        text, ids = self._tokenized(prompt)
+        self._check_prompt(ids)
+        self._check_params(params)
+        if params.seed is None:
+            params = params.but(seed=self._seeds.getrandbits(63))
+        own = frozenset(params.stop_token_ids)
+        return Request(
+            id=request_id or f"request-{next(self._numbers)}",
+            prompt=text,
+            prompt_token_ids=tuple(ids),
+            params=params,
+            end_ids=own if params.ignore_eos else own | frozenset(self._eos_token_ids),
+            own_stop_ids=own,
+            bad_words=self._bad_words(params.bad_words),
+            drafter=None if params.speculative_model is None else self._drafter_for(params.speculative_model),
+        )
+
+    def sequences(self, request: Request) -> list[Sequence]:
+        """Make the request's n sequences; with max_tokens 0 they are finished as they are."""
+        params = request.params
+        room = self._max_model_len - len(request.prompt_token_ids)
+        limit = len(request.prompt_token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
+        made = []
+        for index in range(params.n):
+            detokenizer = Detokenizer(
+                self._tokenizer,
+                request.prompt_token_ids,
+                params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            sequence = Sequence(request, index, limit, detokenizer)
+            if params.max_tokens == 0:
+                sequence.finish("length")
+            made.append(sequence)
+        return made
+
+    def _tokenized(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            ids = prompt.get("prompt_token_ids")
+            prompt = prompt.get("prompt") if ids is None else ids
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidRequestError("this model has no tokenizer: pass token ids, or LLM(..., tokenizer=...)")
+            return prompt, list(self._tokenizer(prompt, verbose=False).input_ids)
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, list | tuple) or not all(type(item) is int for item in prompt):
+            raise InvalidRequestError(f"a prompt must be a string or a list of token ids, got {prompt!r:.200}")
+        return None, list(prompt)
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise InvalidRequestError("the prompt is empty: there is nothing to go on from; pass at least one token")
+        for place, token in enumerate(ids):
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"prompt token {place} is {token}, but ids must be in [0, {self._vocab_size - 1}]"
+                )
+        if len(ids) >= self._max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens, but max_model_len is {self._max_model_len} and one more must fit; "
+                "shorten the prompt or raise max_model_len"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in ids:
+                if token >= self._vocab_size:
+                    raise InvalidRequestError(f"{name} names id {token}, but the vocabulary ends at {self._vocab_size - 1}")
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise InvalidRequestError(f"{name} needs a tokenizer, and this model has none; use stop_token_ids")
+        asked = params.draft_length or 0
+        if asked > self._longest_draft:
+            raise InvalidRequestError(
+                f"speculation of {asked} tokens is beyond this engine's {self._longest_draft}; ask for less, "
+                "or start it with num_speculative_tokens to match"
+            )
+        if asked and not self._can_draft and params.speculative_model is None:
+            raise InvalidRequestError(
+                f"speculation of {asked} tokens needs a drafter, and this engine has none; start it with method='ngram' "
+                "or speculative_model=..., or leave speculation at 'auto'"
+            )
+
+    def _bad_words(self, words: Any) -> tuple[tuple[int, ...], ...]:
+        """Tokenize each word as it stands and as it follows a space: the two usually differ."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+                if ids:
+                    found[ids] = None
+        return tuple(found)

@@ -1,0 +1,63 @@
+"""How much cache there can be: from a budget to blocks, and to the longest sequence that fits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from outrider.config import EngineConfig
+from outrider.errors import CapacityError, ConfigError
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, blocks_for
+
+__all__ = ["sized"]
+
+CPU_SHARE = 0.25  # of the memory that is free, where no budget is given
+
+
+def sized(
+    config: EngineConfig, context_length: int, bytes_per_slot: int, lookahead: int, device: torch.device
+) -> tuple[EngineConfig, int]:
+    """Fix ``max_model_len`` and the number of cache blocks.
+
+    Args:
+        config: What was asked for.
+        context_length: Positions that the target was made for.
+        bytes_per_slot: Bytes a cached token takes, in target and draft together.
+        lookahead: Guesses that need room behind a full sequence.
+        device: Where the cache will live.
+
+    Raises:
+        ConfigError: `max_model_len` is beyond the model's context.
+        CapacityError: The budget does not hold one sequence of that length; the message says what would fit.
+    """
+    if config.max_model_len is not None and config.max_model_len > context_length:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is beyond the model's context of {context_length} tokens; "
+            f"lower it to {context_length} or less"
+        )
+    longest = config.max_model_len or context_length
+    budget = _budget(config, device)
+    blocks = budget // (bytes_per_slot * BLOCK_SIZE) - RESERVED
+    room = lookahead if config.exact else 0  # exact mode reserves a sequence's guesses too
+    fits = (blocks * BLOCK_SIZE - room) if blocks > 0 else 0
+    if fits < min(longest, 2) or (config.max_model_len is not None and fits < longest):
+        raise CapacityError(
+            f"a KV budget of {budget / 2**20:.1f} MiB holds {max(fits, 0)} tokens at {bytes_per_slot} bytes each, "
+            f"but max_model_len is {longest}; raise kv_cache_bytes (or gpu_memory_utilization), or set "
+            f"max_model_len={max(fits, 0)} or less"
+        )
+    longest = min(longest, fits)
+    most_useful = config.max_num_seqs * blocks_for(longest + lookahead)
+    return replace(config, max_model_len=longest), min(blocks, most_useful) + RESERVED
+
+
+def _budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for keys and values."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * config.gpu_memory_utilization) - (total - free))
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)

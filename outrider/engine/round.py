@@ -1,0 +1,136 @@
+"""One round: propose, run the target, choose, verify, commit. Everything the engine does turns on this.
+
+Plain decoding is a round with an empty proposal. Nothing here asks the host for a decision or reads a value back:
+shapes come from the plan, values stay on the device until the engine collects them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.config import Verification
+from outrider.draft.drafter import Drafter, DraftRows
+from outrider.proposal import Acceptance, Proposal
+from outrider.sampling.choose import TokenLogprobs, choose, distribution, logprobs
+from outrider.sampling.rules import Prefix
+from outrider.verify.coupled import verify_coupled
+from outrider.verify.rejection import verify_block, verify_rejection
+from outrider.verify.typical import verify_typical
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outrider.engine.state import DeviceState, Rows
+    from outrider.model.runner import Runner
+
+__all__ = ["Drafting", "RoundPlan", "RoundResult", "propose", "verify"]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """One drafter's share of a round: which rows it drafts for, by their place in the plan."""
+
+    drafter: Drafter
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """What the host decided before the round.
+
+    Attributes:
+        rows: The rows that take part.
+        allowance: Guesses each row may be given at most, ``[B]``.
+        num_tokens: K, the most that any row may.
+        drafting: Who drafts for whom; rows in none are decoded plainly.
+        verification: How guesses are judged.
+        num_logprobs: How many likeliest tokens to report on, None for no report.
+        fixed_width: Keep the width at K+1 even where fewer guesses were made (exact mode).
+    """
+
+    rows: Rows
+    allowance: torch.Tensor
+    num_tokens: int
+    drafting: tuple[Drafting, ...]
+    verification: Verification
+    num_logprobs: int | None = None
+    fixed_width: bool = False
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one round gave, still on the device."""
+
+    proposal: Proposal
+    acceptance: Acceptance
+    logprobs: TokenLogprobs | None
+
+
+def propose(plan: RoundPlan, vocab_size: int, on_failure: Callable[[Drafter, Exception], None]) -> Proposal:
+    """First half: let each drafter guess for its rows.
+
+    A drafter that raises costs its rows their guesses and nothing else; `on_failure` is told.
+    """
+    rows = plan.rows
+    proposal = Proposal.empty(len(rows.slots), plan.num_tokens, rows.lengths.device)
+    for share in plan.drafting:
+        members = torch.tensor(share.members, device=rows.lengths.device)
+        try:
+            part = share.drafter.propose(_draft_rows(plan, share, members), plan.num_tokens)
+            proposal = proposal.with_rows(members, part)
+        except Exception as error:  # whatever it is, the target goes on without
+            on_failure(share.drafter, error)
+    return proposal.limited(plan.allowance, vocab_size)
+
+
+def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceState) -> RoundResult:
+    """Second half: one pass of the target over each row's last token and guesses, then judge and commit."""
+    rows, steps = plan.rows, torch.arange(proposal.num_tokens + 1, device=proposal.tokens.device)
+    fed = torch.cat([rows.tokens.gather(1, rows.lengths[:, None] - 1), proposal.tokens], 1)
+    positions = rows.lengths[:, None] - 1 + steps
+    context = max(rows.host_lengths) + proposal.num_tokens
+    logits = runner.forward(fed, positions, rows.tables, context, rows.start)
+    ends = rows.lengths[:, None] + steps
+    tokens = rows.tokens.scatter(1, ends[:, :-1], proposal.tokens)
+    acceptance = judge(plan.verification, proposal, logits, rows, Prefix(tokens, ends))
+    report = None if plan.num_logprobs is None else logprobs(logits, acceptance.tokens, plan.num_logprobs)
+    commit(acceptance, rows, ends, state)
+    return RoundResult(proposal, acceptance, report)
+
+
+def judge(
+    verification: Verification, proposal: Proposal, logits: torch.Tensor, rows: Rows, prefix: Prefix
+) -> Acceptance:
+    """Decide what to keep: logits ``[B, K+1, V]``, each position with its own prefix."""
+    if verification is Verification.COUPLED or proposal.num_tokens == 0:
+        return verify_coupled(proposal, choose(logits, rows.rules, prefix))
+    p = distribution(logits, rows.rules, prefix)
+    if verification is Verification.TYPICAL:
+        return verify_typical(proposal, p, choose(logits, rows.rules, prefix))
+    judged = verify_block if verification is Verification.BLOCK else verify_rejection
+    return judged(proposal, p, rows.rules.seeds, prefix.ends)
+
+
+def commit(acceptance: Acceptance, rows: Rows, ends: torch.Tensor, state: DeviceState) -> None:
+    """Append what was accepted. What lies behind a row's new length is overwritten before it is read."""
+    state.tokens[rows.index[:, None], ends.clamp(max=state.tokens.shape[1] - 1)] = acceptance.tokens
+    state.lengths[rows.index] = rows.lengths + acceptance.lengths
+    state.lengths[state.idle] = 1
+
+
+def _draft_rows(plan: RoundPlan, share: Drafting, members: torch.Tensor) -> DraftRows:
+    rows = plan.rows
+    everyone = len(share.members) == len(rows.slots)
+    return DraftRows(
+        slots=tuple(rows.slots[member] for member in share.members),
+        tokens=rows.tokens[members],
+        lengths=rows.lengths[members],
+        host_lengths=tuple(rows.host_lengths[member] for member in share.members),
+        tables=rows.tables[members],
+        start=rows.start,
+        rules=rows.rules if everyone else rows.rules.picked(members),
+        independent=plan.verification.draws_guesses,
+    )

@@ -1,0 +1,142 @@
+"""The engine's rows on the device: token buffers, lengths, block tables and sampling rules, one row a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.model.kv_cache import BLOCK_SIZE, TRASH_BLOCK, blocks_for
+from outrider.sampling.rules import Rules, RuleTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from outrider.sequence import Sequence
+
+__all__ = ["DeviceState", "Rows"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """B rows of the state, gathered for one pass.
+
+    Attributes:
+        slots: Their slots; the idle slot stands in where a pass is padded.
+        index: The same on the device, ``[B]``.
+        tokens: ``[B, L]``, a copy.
+        lengths: Committed tokens, ``[B]``, and as the host knows them.
+        tables: Blocks, ``[B, blocks]``.
+        start: First cache slot of the only row, where its blocks lie in order.
+        rules: Sampling parameters.
+    """
+
+    slots: tuple[int, ...]
+    index: torch.Tensor
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    host_lengths: tuple[int, ...]
+    tables: torch.Tensor
+    start: int | None
+    rules: Rules
+
+
+class DeviceState:
+    """Fixed-shape tensors, the source of truth between rounds.
+
+    Args:
+        num_slots: Rows that sequences can hold; one more is kept idle, to pad passes with.
+        max_length: Longest sequence.
+        lookahead: Guesses a round at most: each row has room for them behind its last token.
+        device: Where the state lives.
+    """
+
+    def __init__(self, num_slots: int, max_length: int, lookahead: int, device: torch.device) -> None:
+        self.idle = num_slots
+        width = max_length + lookahead + 1
+        self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.long, device=device)
+        self.lengths = torch.ones(num_slots + 1, dtype=torch.long, device=device)
+        self.tables = torch.full(
+            (num_slots + 1, blocks_for(width)), TRASH_BLOCK, dtype=torch.long, device=device
+        )
+        self.rules = RuleTable(num_slots + 1, device)
+        self.device = device
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._holders: dict[int, Sequence] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Give a sequence a slot and write its tokens and rules there."""
+        slot = self._free.pop()
+        sequence.slot = slot
+        self._holders[slot] = sequence
+        self.tokens[slot, : len(sequence)] = torch.tensor(sequence.tokens, device=self.device)
+        self.lengths[slot] = len(sequence)
+        request = sequence.request
+        self.rules.write(
+            slot,
+            request.params,
+            sample=sequence.index,
+            prompt_length=sequence.prompt_length,
+            stop_ids=sorted(request.end_ids),
+            bad_words=request.bad_words,
+        )
+
+    def dismiss(self, sequence: Sequence) -> None:
+        """Take the slot back; its blocks are no longer written."""
+        assert sequence.slot is not None
+        self.tables[sequence.slot] = TRASH_BLOCK
+        self.lengths[sequence.slot] = 1
+        del self._holders[sequence.slot]
+        self._free.append(sequence.slot)
+        sequence.slot = None
+
+    def extend(self, sequence: Sequence, blocks: Seq[int]) -> None:
+        """Append blocks to a sequence's table."""
+        begin = len(sequence.blocks)
+        sequence.blocks.extend(blocks)
+        self.tables[sequence.slot, begin : begin + len(blocks)] = torch.tensor(list(blocks), device=self.device)
+
+    def gather(self, sequences: Seq[Sequence], *, pad_to: int = 0, room: int = 0) -> Rows:
+        """Gather the rows of some sequences, idle ones after them up to `pad_to`.
+
+        Tokens are copied as far as the longest row and `room` more columns reach.
+        """
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        lengths = [len(sequence) for sequence in sequences]
+        padding = max(0, pad_to - len(slots))
+        if padding:
+            self._write_idle_rules()
+        slots += [self.idle] * padding
+        lengths += [1] * padding
+        width = min(self.tokens.shape[1], max(lengths) + room)
+        index = torch.tensor(slots, device=self.device)
+        return Rows(
+            tuple(slots),
+            index,
+            self.tokens[index, :width],
+            self.lengths[index],
+            tuple(lengths),
+            self.tables[index],
+            _start(sequences[0]) if len(slots) == len(sequences) == 1 else None,
+            self.rules.select(slots),
+        )
+
+    def _write_idle_rules(self) -> None:
+        from outrider.sampling.params import SamplingParams
+
+        if not self.rules.holds(self.idle):
+            self.rules.write(self.idle, SamplingParams(temperature=0, seed=0), prompt_length=1)
+
+
+def _start(sequence: Sequence) -> int | None:
+    """Give the first cache slot of a sequence whose blocks lie in order."""
+    blocks = sequence.blocks
+    if blocks and blocks[-1] - blocks[0] == len(blocks) - 1 and all(a < b for a, b in zip(blocks, blocks[1:], strict=False)):
+        return blocks[0] * BLOCK_SIZE
+    return None

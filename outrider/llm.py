@@ -1,0 +1,366 @@
+"""`LLM`: load a target and perhaps a drafter, then generate, chat or stream."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider.config import EngineConfig, Method, SpeculationConfig
+from outrider.draft.draft_model import DraftModelDrafter
+from outrider.draft.ngram import NGramDrafter
+from outrider.draft.vocab import check_vocabulary
+from outrider.engine.engine import Engine
+from outrider.engine.intake import Intake
+from outrider.engine.memory import sized
+from outrider.errors import ConfigError, InvalidRequestError, OutriderError
+from outrider.model.load import LoadedModel, load_model
+from outrider.model.runner import TorchRunner
+from outrider.outputs import RequestOutput, StreamChunk
+from outrider.sampling.params import SamplingParams
+from outrider.setup import optimized, speculation_from, warn_lossy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outrider.draft.drafter import Drafter
+    from outrider.sequence import Request, Sequence
+
+__all__ = ["LLM"]
+
+
+class LLM:
+    """Generates text with a target model, faster by speculation and with the same result.
+
+    Args:
+        model: A Hub id, a folder with safetensors, a GGUF file, a loaded transformers model, or None for the default
+            model (SmolLM2-135M-Instruct).
+        speculative_model: The draft, given in the same ways, or another `LLM`; it must share the target's vocabulary.
+            "[ngram]" means lookup.
+        num_speculative_tokens: Guesses a round at most.
+        method: "none", "ngram" or "draft_model"; by default what `speculative_model` implies.
+        speculative_config: The same settings in one dict, as vLLM spells them: ``{"method": ..., "model": ...,
+            "num_speculative_tokens": ..., "prompt_lookup_max": ..., "prompt_lookup_min": ...}``.
+        verification: "coupled" (the same text as without speculation, for sampling too), "rejection" or "block"
+            (the same distribution), or the lossy "typical".
+        exact: Rounds of one fixed shape, so that not even the last bit can differ between plain and speculative.
+        tokenizer: One to use in place of the checkpoint's.
+        dtype: "auto", "bfloat16", "float16" or "float32".
+        device: "cuda", "cuda:1", "cpu"; by default a card where there is one.
+        draft_dtype, draft_device: The same for the draft; by default as the target's.
+        quantization: "int8" or "int4" weights, on a CPU; the quantised model is then the target.
+        revision: Of the Hub repository.
+        max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, seed: See
+            `EngineConfig`.
+        prompt_lookup_max, prompt_lookup_min: Longest and shortest run of tokens that lookup matches.
+        tensor_parallel_size: Only 1 so far.
+
+    Raises:
+        ConfigError: A setting is out of range.
+        ModelLoadError: A model is missing, broken, or cannot be served.
+        CapacityError: Memory does not suffice; the message says what would.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        speculative_model: Any = None,
+        num_speculative_tokens: int = 5,
+        *,
+        method: str | None = None,
+        speculative_config: dict[str, Any] | None = None,
+        verification: str = "coupled",
+        exact: bool = False,
+        tokenizer: Any = None,
+        dtype: torch.dtype | str | None = "auto",
+        device: torch.device | str | None = None,
+        draft_dtype: torch.dtype | str | None = None,
+        draft_device: torch.device | str | None = None,
+        quantization: str | None = None,
+        revision: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_bytes: int | None = None,
+        prefill_chunk_size: int = 512,
+        seed: int | None = None,
+        prompt_lookup_max: int = 4,
+        prompt_lookup_min: int = 2,
+        tensor_parallel_size: int = 1,
+    ) -> None:
+        if tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet; leave it at 1")
+        speculation = speculation_from(
+            speculative_config,
+            model=speculative_model,
+            method=method,
+            num_speculative_tokens=num_speculative_tokens,
+            verification=verification,
+            prompt_lookup_max=prompt_lookup_max,
+            prompt_lookup_min=prompt_lookup_min,
+        )
+        config = EngineConfig(
+            max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, exact, seed
+        )
+        warn_lossy(speculation.verification)
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._lock = threading.RLock()
+        self._owned: list[TorchRunner] = []
+        self._drafters: dict[int, tuple[Any, Drafter]] = {}
+        self.loaded = optimized(
+            load_model(model, dtype=dtype, device=device, revision=revision, tokenizer=tokenizer), model, quantization
+        )
+        runner = self._runner(self.loaded, exact=exact)
+        draft = self._draft(speculation, draft_dtype or dtype, draft_device or self.loaded.device)
+        self._start(runner, draft, config, speculation)
+
+    def _start(
+        self,
+        runner: TorchRunner,
+        draft: TorchRunner | None,
+        config: EngineConfig,
+        speculation: SpeculationConfig,
+    ) -> None:
+        lookahead = speculation.num_speculative_tokens
+        per_slot = runner.bytes_per_slot + (draft.bytes_per_slot if draft else 0)
+        config, self._num_blocks = sized(config, runner.context_length, per_slot, lookahead, runner.device)
+        for one in self._owned:
+            one.allocate(self._num_blocks)
+        self.engine = Engine(runner, self._drafter(draft, speculation), config, speculation, self._num_blocks)
+        assert config.max_model_len is not None
+        self.intake = Intake(
+            self.tokenizer,
+            runner.vocab_size,
+            config.max_model_len,
+            self.loaded.eos_token_ids,
+            longest_draft=self.engine.longest_draft,
+            can_draft=self.engine.drafter is not None,
+            seed=config.seed,
+            drafter_for=self._drafter_for,
+        )
+
+    # --- what is asked of it
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: Any = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; many run together.
+
+        Args:
+            prompts: A string, a list of token ids, or a list of either.
+            sampling_params: One for all prompts, or one for each; by default `SamplingParams()`.
+            prompt_token_ids: Token ids in place of `prompts`.
+            progress: Show a progress bar on stderr; by default for several prompts on a terminal.
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            InvalidRequestError: Some prompt or parameter is wrong; then nothing was generated.
+        """
+        many = _listed(prompt_token_ids if prompts is None else prompts)
+        each = _paired(many, sampling_params)
+        with self._lock:
+            requests = [self.intake.request(prompt, params) for prompt, params in zip(many, each, strict=True)]
+            made = [self._submit(request) for request in requests]
+            self._finish([one for group in made for one in group], progress)
+        return [_output(request, group) for request, group in zip(requests, made, strict=True)]
+
+    def chat(
+        self,
+        messages: list[Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of ``{"role", "content"}``), or a list of conversations."""
+        many = messages if messages and isinstance(messages[0], list) else [messages]
+        return self.generate(
+            [self.render(one, **template_arguments) for one in many], sampling_params, progress=progress
+        )
+
+    def render(self, messages: list[dict[str, Any]], **template_arguments: Any) -> list[int]:
+        """Give the token ids of a conversation by the target's chat template, ready for the answer."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                f"{self.loaded.name} has no chat template; use generate() with a prompt, or an instruct model"
+            )
+        arguments: dict[str, Any] = {"add_generation_prompt": True, **template_arguments}
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        except Exception as error:
+            raise InvalidRequestError(f"the chat template of {self.loaded.name} refused the messages: {error}") from error
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Generate for one prompt, and give what each round adds as it comes.
+
+        Text in a chunk is final: whole characters, and nothing that a stop string might still take back. The last
+        chunk of each sample has a finish_reason. Leaving the loop early ends the request.
+        """
+        with self._lock:
+            request = self.intake.request(prompt, sampling_params or SamplingParams())
+            sequences = self._submit(request)
+        return self._streamed(sequences)
+
+    def close(self) -> None:
+        """Give up the caches; a transformers model that was passed in gets its own attention back."""
+        for runner in self._owned:
+            runner.close()
+        self._owned.clear()
+        self._drafters.clear()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer; None where it has none."""
+        return self.loaded.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output together."""
+        assert self.engine.config.max_model_len is not None
+        return self.engine.config.max_model_len
+
+    # --- how it is done
+
+    def _submit(self, request: Request) -> list[Sequence]:
+        sequences = self.intake.sequences(request)
+        for sequence in sequences:
+            if not sequence.finished:
+                self.engine.add(sequence)
+        return sequences
+
+    def _finish(self, sequences: list[Sequence], progress: bool | None) -> None:
+        """Step the engine until all are done; whatever goes wrong, none is left behind in it."""
+        from outrider.progress import tracked
+
+        try:
+            with tracked(sequences, progress) as tick:
+                while not all(sequence.finished for sequence in sequences):
+                    self.engine.step()
+                    tick()
+        finally:
+            for sequence in sequences:
+                self.engine.abort(sequence)
+
+    def _streamed(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
+        given = [0] * len(sequences)
+        ended = [False] * len(sequences)
+        try:
+            while not all(ended):
+                for place, sequence in enumerate(sequences):
+                    if not ended[place] and (len(sequence.output) > given[place] or sequence.finished):
+                        yield _chunk(sequence, given[place])
+                        given[place], ended[place] = len(sequence.output), sequence.finished
+                if not all(ended):
+                    with self._lock:
+                        self.engine.step()
+        finally:
+            with self._lock:
+                for sequence in sequences:
+                    self.engine.abort(sequence)
+
+    def _runner(self, loaded: LoadedModel, *, exact: bool = False) -> TorchRunner:
+        runner = TorchRunner(loaded, exact=exact)
+        self._owned.append(runner)
+        return runner
+
+    def _draft(
+        self, speculation: SpeculationConfig, dtype: torch.dtype | str | None, device: torch.device | str
+    ) -> TorchRunner | None:
+        if speculation.method is not Method.DRAFT_MODEL:
+            return None
+        source = speculation.model
+        try:
+            if isinstance(source, LLM):
+                loaded = source.loaded
+            else:
+                loaded = optimized(load_model(source, dtype=dtype, device=device), source, None)
+            check_vocabulary(self.loaded, loaded)
+            return self._runner(loaded)
+        except OutriderError as error:
+            if not speculation.allow_failure:
+                raise
+            import warnings
+
+            warnings.warn(f"no speculation: the draft could not be used ({error})", stacklevel=3)
+            return None
+
+    def _drafter(self, draft: TorchRunner | None, speculation: SpeculationConfig) -> Drafter | None:
+        if speculation.num_speculative_tokens == 0:
+            return None
+        if speculation.method is Method.NGRAM:
+            return NGramDrafter(speculation.prompt_lookup_max, speculation.prompt_lookup_min)
+        if draft is None:
+            return None
+        return DraftModelDrafter(draft, self.loaded.vocab_size, min(self.loaded.vocab_size, draft.vocab_size))
+
+    def _drafter_for(self, model: Any) -> Drafter:
+        """Give the drafter for a request's own draft, made on first use."""
+        if not isinstance(model, LLM):
+            raise InvalidRequestError(f"speculative_model in SamplingParams must be an LLM, got {type(model).__name__}")
+        if id(model) not in self._drafters:
+            shared = check_vocabulary(self.loaded, model.loaded)
+            runner = self._runner(model.loaded)
+            runner.allocate(self._num_blocks)
+            name = f"draft_model:{model.loaded.name}"
+            self._drafters[id(model)] = (model, DraftModelDrafter(runner, self.loaded.vocab_size, shared.size, name))
+        return self._drafters[id(model)][1]
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """Give a list of prompts for one prompt or many."""
+    if prompts is None:
+        raise InvalidRequestError("there is no prompt: pass a string, token ids, or a list of either")
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, list | tuple) and not (prompts and all(type(item) is int for item in prompts)):
+        return list(prompts)
+    return [prompts]
+
+
+def _paired(prompts: list[Any], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
+    if isinstance(params, list | tuple):
+        if len(params) != len(prompts):
+            raise InvalidRequestError(f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one each")
+        return list(params)
+    return [params or SamplingParams()] * len(prompts)
+
+
+def _output(request: Request, sequences: list[Sequence]) -> RequestOutput:
+    reports = request.params.prompt_logprobs is not None
+    return RequestOutput(
+        request.id,
+        request.prompt,
+        request.prompt_token_ids,
+        tuple(sequence.completion() for sequence in sequences),
+        tuple(sequences[0].prompt_logprobs) if reports else None,
+    )
+
+
+def _chunk(sequence: Sequence, given: int) -> StreamChunk:
+    return StreamChunk(
+        index=sequence.index,
+        text=sequence.detokenizer.take(final=sequence.finished),
+        token_ids=tuple(sequence.output[given:]),
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        logprobs=tuple(sequence.logprobs[given:]) if sequence.request.params.logprobs is not None else None,
+        origins=tuple(sequence.origins[given:]),
+        stats=sequence.stats if sequence.finished else None,
+        error=sequence.error,
+    )

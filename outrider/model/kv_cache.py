@@ -1,0 +1,96 @@
+"""Where keys and values live: blocks of slots handed out on the host, storage on the device.
+
+A sequence owns a list of blocks; the slot of position ``p`` is ``block[p // size] * size + p % size``. Target and
+draft share one block list a sequence and keep storage of their own, so a block is paid for in both. Rollback is
+nothing at all: a cache's length is a number elsewhere, and what lies beyond it is overwritten before it can be read.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+
+from outrider.errors import CapacityError
+
+__all__ = ["BLOCK_SIZE", "NULL_BLOCK", "RESERVED", "TRASH_BLOCK", "BlockPool", "KVCache", "LayerShape", "blocks_for"]
+
+BLOCK_SIZE = 16  # slots a block
+NULL_BLOCK = 0  # always zeros: read in place of what must not be seen
+TRASH_BLOCK = 1  # never read for a result: written by positions that belong to nobody
+RESERVED = 2
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps a token, and how it looks back."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers kept a token."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVCache:
+    """Keys and values of one model: two tensors a layer, ``[slots, kv heads, dim]``."""
+
+    def __init__(self, layers: list[LayerShape], num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        slots = num_blocks * BLOCK_SIZE
+        try:
+            self.keys = [
+                torch.zeros(slots, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers
+            ]
+            self.values = [
+                torch.zeros(slots, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers
+            ]
+        except (RuntimeError, MemoryError) as error:
+            wanted = slots * self.bytes_per_slot(layers, dtype)
+            raise CapacityError(
+                f"a KV cache of {num_blocks} blocks ({wanted / 2**30:.2f} GiB) does not fit on {device}; "
+                "lower max_model_len, max_num_seqs or the KV memory budget"
+            ) from error
+        self.layers = layers
+        self.num_blocks = num_blocks
+
+    @staticmethod
+    def bytes_per_slot(layers: list[LayerShape], dtype: torch.dtype) -> int:
+        """Bytes that one token takes in all layers."""
+        return sum(layer.width for layer in layers) * dtype.itemsize
+
+
+class BlockPool:
+    """Hands out block numbers, lowest first, so that a lone sequence gets neighbouring ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks <= RESERVED:
+            raise CapacityError(f"a pool of {num_blocks} blocks holds nothing; at least {RESERVED + 1} are needed")
+        self._free = list(range(RESERVED, num_blocks))
+        self.capacity = len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` blocks, or None (and nothing) where there are too few."""
+        if count > len(self._free):
+            return None
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def free(self, blocks: list[int]) -> None:
+        """Give blocks back."""
+        for block in blocks:
+            heapq.heappush(self._free, block)
+
+
+def blocks_for(num_tokens: int) -> int:
+    """How many blocks hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_SIZE)

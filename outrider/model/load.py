@@ -1,0 +1,318 @@
+"""From what a user names (a Hub id, a folder, a GGUF, a loaded model) to a model ready to serve, or one clear error.
+
+Only safetensors and GGUF are read and no code from a checkpoint is ever run. What cannot be served exactly is refused
+from its config, before the weights. The attention function is switched later, with `set_attention`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from outrider.model.checkpoint import Checkpoint, default_model_source, first_line, locate, stored_dtype
+from outrider.model.dtypes import parse_dtype, resolve_dtype
+from outrider.model.facts import context_length, eos_token_ids
+from outrider.model.gguf import converted_folder
+from outrider.model.quiet import quiet_transformers
+from outrider.model.support import causal_text_class, check_config, check_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["LoadedModel", "attention", "default_model_source", "load_model", "resolve_dtype", "set_attention"]
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+)
+_MAX_NAMED_KEYS = 4
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode on its device, and the facts about it the engine asks for.
+
+    `eos_token_ids` is the union of what generation config, config and tokenizer state, and may be empty.
+    `vocab_size` is the number of logits (rows of the head), padding included. `context_length` counts positions.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    eos_token_ids: tuple[int, ...]
+    context_length: int
+    vocab_size: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device the weights are on."""
+        return self.model.device
+
+
+def load_model(
+    source: str | Path | PreTrainedModel | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+) -> LoadedModel:
+    """Load `source`: None or "default", a Hub id, a folder, a `.gguf` file, `hub_id:file.gguf`, or a loaded model.
+
+    A loaded model is used as it is, never copied, moved or cast; it is put in eval mode. `tokenizer` overrides the
+    checkpoint's own.
+
+    Raises: ConfigError for a bad dtype or device; UnsupportedModelError for an architecture that cannot be served
+    exactly; ModelLoadError for everything missing, broken or in another format.
+    """
+    target_device = _device(device)
+    asked = parse_dtype(dtype)
+    if source is not None and not isinstance(source, str | Path):
+        return _adopt(source, asked, target_device, _given_tokenizer(tokenizer))
+    if source is None or source == "default":
+        source = default_model_source()
+    checkpoint = locate(source, revision)
+    if checkpoint.kind == "gguf":
+        folder = converted_folder(checkpoint.path, resolve_dtype(asked, "gguf", target_device))
+        checkpoint = Checkpoint("safetensors", folder, checkpoint.name)
+    config, model_class = causal_text_class(_read_config(checkpoint), checkpoint.name)
+    check_config(config, model_class, checkpoint.name)
+    _check_quantization(config, checkpoint.name, target_device)
+    resolved = resolve_dtype(asked, stored_dtype(checkpoint.path, config), target_device)
+    model = _read_weights(checkpoint, config, model_class, resolved, target_device)
+    words = _read_tokenizer(checkpoint.path, checkpoint.name) if tokenizer is None else _given_tokenizer(tokenizer)
+    return _describe(model, words, checkpoint.name)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> str:
+    """Make every layer attend with the function registered as `name`; returns the name in force before.
+
+    Raises: UnsupportedModelError where the architecture keeps its own attention, or `name` is not registered.
+    """
+    previous = str(model.config._attn_implementation)
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot attend with {name!r} ({first_line(error)}); use an architecture that "
+            f"transformers can dispatch through AttentionInterface"
+        ) from error
+    if model.config._attn_implementation != name:
+        raise UnsupportedModelError(f"{type(model).__name__} does not let its attention be replaced by {name!r}")
+    return previous
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
+    """Attend with `name` inside the block and as before after it: for models the caller goes on using."""
+    previous = set_attention(model, name)
+    try:
+        yield model
+    finally:
+        set_attention(model, previous)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but this torch sees no CUDA GPU; use device='cpu'")
+    return parsed
+
+
+def _read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The checkpoint's config as transformers understands it, without running any of the checkpoint's code."""
+    import transformers
+
+    path, name = checkpoint.path / "config.json", checkpoint.name
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        model_type = raw.get("model_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{path} is not a valid config ({first_line(error)}); restore or download it again"
+        ) from error
+    if not model_type:
+        raise ModelLoadError(f"{path} has no model_type; save the model again with save_pretrained")
+    if model_type not in transformers.CONFIG_MAPPING:
+        if raw.get("auto_map"):
+            raise UnsupportedModelError(
+                f"{name}: model type {model_type!r} brings its own code (auto_map), which Outrider never runs, and "
+                f"transformers {transformers.__version__} has no class for it; use a model with a native class"
+            )
+        raise UnsupportedModelError(
+            f"{name}: transformers {transformers.__version__} does not know model type {model_type!r}; upgrade it"
+        )
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except Exception as error:  # validation errors of many kinds
+        raise ModelLoadError(f"{path} is not a valid {model_type} config ({first_line(error)}); correct it") from error
+    return config
+
+
+def _check_quantization(config: PreTrainedConfig, name: str, device: torch.device) -> None:
+    stored = getattr(config, "quantization_config", None)
+    if stored is None or device.type != "cpu":
+        return
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    raise UnsupportedModelError(
+        f"{name} is quantised with {method!r}, whose kernels need a GPU; here use the plain checkpoint or a GGUF"
+    )
+
+
+def _read_weights(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    model_class: type[PreTrainedModel],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    name = checkpoint.name
+    place: dict[str, Any] = {} if device.type == "cpu" or not _has_accelerate() else {"device_map": {"": device}}
+    try:
+        with quiet_transformers():
+            loaded: Any = model_class.from_pretrained(
+                checkpoint.path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                output_loading_info=True,
+                **place,
+            )
+            model: Any = loaded[0].to(device)
+            info = loaded[1]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # safetensors, huggingface_hub and torch each raise kinds of their own
+        raise ModelLoadError(
+            f"the weights of {name} do not load as {model_class.__name__} ({first_line(error)}); "
+            f"config and weights do not fit together, or a file is corrupt: download it again"
+        ) from error
+    _check_complete(name, info)
+    check_model(model, name)
+    ready: PreTrainedModel = model.eval().requires_grad_(False)
+    return ready
+
+
+def _has_accelerate() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("accelerate") is not None
+
+
+def _check_complete(name: str, info: dict[str, Any]) -> None:
+    """Weights that are not in the checkpoint would be random numbers: an error, never a warning."""
+    missing = sorted(info["missing_keys"])  # transformers has taken tied weights out
+    problems = sorted(str(key[0]) for key in info.get("mismatched_keys", ())) + [
+        str(e) for e in info.get("error_msgs", ())
+    ]
+    if missing:
+        more = f" and {len(missing) - _MAX_NAMED_KEYS} more" if len(missing) > _MAX_NAMED_KEYS else ""
+        raise ModelLoadError(
+            f"{name} lacks {len(missing)} weights of its architecture: {', '.join(missing[:_MAX_NAMED_KEYS])}{more}; "
+            f"the checkpoint is incomplete or of another model type: download it again"
+        )
+    if problems:
+        raise ModelLoadError(
+            f"weights of {name} do not fit its config: {', '.join(problems[:_MAX_NAMED_KEYS])}; fix config.json"
+        )
+
+
+def _read_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; None where it has none (the engine then takes and gives ids only)."""
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        logger.warning("%s has no tokenizer: prompts must be token ids", name)
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            words: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # tokenizers, sentencepiece and transformers each raise kinds of their own
+        raise ModelLoadError(
+            f"the tokenizer of {name} does not load ({first_line(error)}); restore its files or pass tokenizer="
+        ) from error
+    return words
+
+
+def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase | None:
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    if Path(tokenizer).expanduser().is_dir():
+        words = _read_tokenizer(Path(tokenizer).expanduser(), str(tokenizer))
+        if words is None:
+            raise ModelLoadError(f"tokenizer {tokenizer}: the folder has no tokenizer files; check the path")
+        return words
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            hub_words: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
+    except Exception as error:
+        raise ModelLoadError(
+            f"tokenizer {tokenizer} is neither a folder nor loadable from the Hub ({first_line(error)}); check the path"
+        ) from error
+    return hub_words
+
+
+def _adopt(
+    model: Any, dtype: torch.dtype | None, device: torch.device, tokenizer: PreTrainedTokenizerBase | None
+) -> LoadedModel:
+    """Take a model the caller loaded: check it, leave its weights, device, dtype and gradients alone."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model must be a Hub id, a path or a transformers PreTrainedModel, got {type(model).__name__}; "
+            f"for a peft model pass model.merge_and_unload()"
+        )
+    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    config, _ = causal_text_class(model.config, name)
+    check_config(config, type(model), name)
+    check_model(model, name)
+    if model.device.type != device.type or device.index not in (None, model.device.index):
+        raise ConfigError(f"{name} is on {model.device}, but device={str(device)!r} was asked for; move it there first")
+    if dtype is not None and dtype != model.dtype:
+        raise ConfigError(f"{name} is in {model.dtype}, but {dtype} was asked for; cast it first or leave dtype out")
+    model.train(False)
+    return _describe(model, tokenizer, name)
+
+
+def _describe(model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> LoadedModel:
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedModelError(
+            f"{name}: {type(model).__name__} has no language-model head; load its ForCausalLM class"
+        )
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        eos_token_ids=eos_token_ids(model, tokenizer),
+        context_length=context_length(model.config.get_text_config(decoder=True), name),
+        vocab_size=int(head.weight.shape[0]),
+    )

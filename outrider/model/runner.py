@@ -1,0 +1,179 @@
+"""The seam between the engine and a model: tokens at positions in, logits out, keys and values kept.
+
+`TorchRunner` runs a transformers model. A runner knows nothing of requests, sampling or speculation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from outrider.errors import UnsupportedModelError
+from outrider.model.attention import ATTENTION_NAME, Probe, Step, register
+from outrider.model.kv_cache import KVCache, LayerShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from outrider.model.load import LoadedModel
+
+__all__ = ["Runner", "TorchRunner"]
+
+
+class Runner(Protocol):
+    """What the engine and the drafters ask of a model."""
+
+    vocab_size: int
+    context_length: int
+    device: torch.device
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one cached token takes."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the cache."""
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
+    ) -> torch.Tensor:
+        """Feed tokens, give logits at each of them."""
+
+    def feed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
+    ) -> None:
+        """Feed tokens for their keys and values alone."""
+
+
+class TorchRunner:
+    """Runs one transformers model over a paged cache.
+
+    Args:
+        loaded: The model, with its attention not yet switched.
+        exact: Compute each position's attention alone, so that its bits do not depend on what shares the pass.
+
+    Raises:
+        UnsupportedModelError: Some layer does not attend through `AttentionInterface`, or asks for something that
+            Outrider's attention does not do.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, exact: bool = False) -> None:
+        self.model: PreTrainedModel = loaded.model
+        self.vocab_size = loaded.vocab_size
+        self.context_length = loaded.context_length
+        self.device = self.model.device
+        self.dtype = self.model.dtype
+        self._exact = exact
+        self._previous_attention = self.model.config._attn_implementation
+        register()
+        self._switch(ATTENTION_NAME)
+        self.layers = self._probed()
+        self._cache: KVCache | None = None
+
+    def close(self) -> None:
+        """Give the model its own attention back and drop the cache."""
+        self._cache = None
+        self._switch(self._previous_attention)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one cached token takes in all layers."""
+        return KVCache.bytes_per_slot(self.layers, self.dtype)
+
+    @property
+    def cache(self) -> KVCache:
+        """Where keys and values are kept."""
+        assert self._cache is not None, "allocate() comes first"
+        return self._cache
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make a cache of `num_blocks` blocks; a larger one that stands already is kept."""
+        if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._cache = KVCache(self.layers, num_blocks, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        context: int,
+        start: int | None = None,
+    ) -> torch.Tensor:
+        """Run the model over fresh tokens; their keys and values are written before anything is read.
+
+        Args:
+            tokens: ``[B, T]``.
+            positions: Their absolute positions, ``[B, T]``; every row's earlier positions must be cached.
+            tables: Blocks of each row, ``[B, blocks]``.
+            context: At least the highest position + 1, known to the host.
+            start: First slot of the only row, where its blocks lie in order (spares a copy of the cache).
+
+        Returns:
+            Logits in fp32, ``[B, T, V]``.
+        """
+        step, positions = self._step(positions, tables, context, start)
+        output = self.model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
+        return output.logits.float()
+
+    @torch.inference_mode()
+    def feed(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        context: int,
+        start: int | None = None,
+    ) -> None:
+        """Run the model for its keys and values alone; arguments as for `forward`."""
+        step, positions = self._step(positions, tables, context, start)
+        self.model.base_model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
+
+    def _step(
+        self, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
+    ) -> tuple[Step, torch.Tensor]:
+        # A learned table of positions has no row beyond the context; what is fed there belongs to nobody.
+        positions = positions.clamp(max=self.context_length - 1)
+        context = min(context, self.context_length)
+        return Step.over(self.cache, positions, tables, context, start=start, row_wise=self._exact), positions
+
+    def _switch(self, name: str) -> None:
+        from outrider.model.load import set_attention
+
+        set_attention(self.model, name)
+
+    @torch.inference_mode()
+    def _probed(self) -> list[LayerShape]:
+        """Run two tokens through, and check that every layer called our attention and asked for nothing unknown."""
+        probe = Probe()
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        positions = torch.arange(2, device=self.device)[None]
+        config = self.model.config.get_text_config()
+        try:
+            self.model.base_model(input_ids=tokens, position_ids=positions, step=probe, use_cache=False)
+        except Exception as error:
+            self._switch(self._previous_attention)
+            raise UnsupportedModelError(
+                f"{config.model_type}: its modules do not run with Outrider's attention ({error}); "
+                "serve a decoder-only model whose attention goes through transformers' AttentionInterface"
+            ) from error
+        missing = sorted(set(range(config.num_hidden_layers)) - set(probe.layers))
+        problem = None
+        if missing:
+            problem = f"layers {missing} do not attend through transformers' AttentionInterface"
+        elif probe.unknown:
+            problem = f"its attention needs {', '.join(sorted(probe.unknown))}, which Outrider's does not have"
+        elif _windowed(config) and all(layer.sliding_window is None for layer in probe.layers.values()):
+            problem = "its config has a sliding window, but its layers do not pass it on"
+        if problem:
+            self._switch(self._previous_attention)
+            raise UnsupportedModelError(f"{config.model_type}: {problem}; no exact speculation is possible with it")
+        return [probe.layers[index] for index in sorted(probe.layers)]
+
+
+def _windowed(config: object) -> bool:
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return "sliding_attention" in types
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True) is not False

@@ -1,0 +1,189 @@
+"""Every row's sampling parameters as device tensors of fixed shape, one row a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.sampling.random import mixed_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from outrider.sampling.params import SamplingParams
+
+__all__ = ["Prefix", "RuleTable", "Rules"]
+
+NOTHING = -1  # fills unused places of the ragged tables
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What precedes each choice.
+
+    Attributes:
+        tokens: ``[B, L]``: committed tokens of each row, its guesses after them.
+        ends: ``[B, T]``: how many of them precede the choice; also the absolute position of the token chosen.
+    """
+
+    tokens: torch.Tensor
+    ends: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The sampling parameters of B rows, and which kinds of rule any of them needs (known to the host)."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    repetition: torch.Tensor
+    seeds: torch.Tensor
+    prompt_lengths: torch.Tensor
+    min_tokens: torch.Tensor
+    stop_ids: torch.Tensor  # [B, NS], padded with -1
+    bias_ids: torch.Tensor  # [B, NB], padded with -1
+    bias_values: torch.Tensor  # [B, NB]
+    bad_words: torch.Tensor  # [B, NW, LW], each padded with -1 on its left
+    random: bool
+    filtered: bool
+    penalised: bool
+    biased: bool
+    banned: bool
+    held: bool
+
+    def to(self, device: torch.device) -> Rules:
+        """Give the same rules on another device."""
+        return self._mapped(lambda column: column.to(device))
+
+    def picked(self, members: torch.Tensor) -> Rules:
+        """Give the rules of the rows `members` ``[b]``."""
+        return self._mapped(lambda column: column[members])
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rules:
+        return Rules(**{name: change(one) if isinstance(one, torch.Tensor) else one for name, one in vars(self).items()})
+
+
+_SCALARS: dict[str, torch.dtype] = {
+    "temperature": torch.float32,
+    "top_k": torch.long,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "presence": torch.float32,
+    "frequency": torch.float32,
+    "repetition": torch.float32,
+    "seeds": torch.long,
+    "prompt_lengths": torch.long,
+    "min_tokens": torch.long,
+}
+
+
+class RuleTable:
+    """Holds the rules of every slot; a request's are written once, when it enters a slot."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._device = device
+        self._columns = {name: torch.zeros(num_slots, dtype=dtype, device=device) for name, dtype in _SCALARS.items()}
+        self._ragged = {
+            "stop_ids": torch.full((num_slots, 1), NOTHING, device=device),
+            "bias_ids": torch.full((num_slots, 1), NOTHING, device=device),
+            "bias_values": torch.zeros(num_slots, 1, device=device),
+            "bad_words": torch.full((num_slots, 1, 1), NOTHING, device=device),
+        }
+        self._params: dict[int, SamplingParams] = {}
+        self._recent: tuple[tuple[int, ...], Rules] | None = None
+
+    def write(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        sample: int = 0,
+        prompt_length: int = 0,
+        stop_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Let `slot` follow `params` from now on.
+
+        Args:
+            slot: The row of the table.
+            params: What was asked for; ``params.seed`` must be set.
+            sample: Which of the request's n samples this is.
+            prompt_length: Tokens of the prompt; what comes after counts as generated.
+            stop_ids: Ids not to be chosen before ``params.min_tokens``.
+            bad_words: Token sequences that must not be completed.
+        """
+        self._recent = None
+        self._params[slot] = params
+        values = {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+            "repetition": params.repetition_penalty,
+            "seeds": mixed_seed(params.seed or 0, sample),
+            "prompt_lengths": prompt_length,
+            "min_tokens": params.min_tokens,
+        }
+        for name, value in values.items():
+            self._columns[name][slot] = value
+        self._write_ragged("stop_ids", slot, list(stop_ids))
+        self._write_ragged("bias_ids", slot, list(params.logit_bias))
+        self._write_ragged("bias_values", slot, list(params.logit_bias.values()))
+        width = max(map(len, bad_words), default=1)
+        self._write_ragged(
+            "bad_words", slot, [[NOTHING] * (width - len(word)) + list(word) for word in bad_words] or [[NOTHING]]
+        )
+
+    def _write_ragged(self, name: str, slot: int, value: list[object]) -> None:
+        table = self._ragged[name]
+        fill = 0.0 if table.is_floating_point() else NOTHING
+        row = torch.tensor(value, dtype=table.dtype, device=self._device)
+        wanted = tuple(max(have, need) for have, need in zip(table.shape[1:], row.shape, strict=True))
+        if wanted != tuple(table.shape[1:]):
+            grown = torch.full((table.shape[0], *wanted), fill, dtype=table.dtype, device=self._device)
+            _place(grown, slice(None), table)
+            self._ragged[name] = table = grown
+        table[slot] = fill
+        _place(table, slice(slot, slot + 1), row[None])
+
+    def holds(self, slot: int) -> bool:
+        """Whether rules were ever written for `slot`."""
+        return slot in self._params
+
+    def select(self, slots: Sequence[int]) -> Rules:
+        """Gather the rules of the rows in `slots`; asked again for the same rows, give the same value."""
+        key = tuple(slots)
+        if self._recent is not None and self._recent[0] == key:
+            return self._recent[1]
+        index = torch.tensor(key, dtype=torch.long, device=self._device)
+        params = [self._params[slot] for slot in key]
+        drawn = [one for one in params if not one.greedy]
+        rules = Rules(
+            **{name: column[index] for name, column in (self._columns | self._ragged).items()},
+            random=bool(drawn),
+            filtered=any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in drawn),
+            penalised=any(
+                one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1 for one in params
+            ),
+            biased=any(one.logit_bias for one in params),
+            banned=any(one.bad_words for one in params),
+            held=any(one.min_tokens for one in params),
+        )
+        self._recent = (key, rules)
+        return rules
+
+
+def _place(table: torch.Tensor, rows: slice, values: torch.Tensor) -> None:
+    """Write the last columns of `table` (the first, where it is flat): bad words are padded on their left."""
+    if table.dim() == 3:
+        table[rows, : values.shape[1], table.shape[2] - values.shape[2] :] = values
+    else:
+        table[rows, : values.shape[1]] = values

@@ -1,0 +1,173 @@
+"""A request and the sequences that answer it, as the host sees them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outrider.outputs import Completion, SpeculationStats, TokenLogprob, TokenOrigin
+
+if TYPE_CHECKING:
+    from outrider.sampling.params import SamplingParams
+
+__all__ = ["Ledger", "Request", "Sequence"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one caller asked for, checked and ready to run.
+
+    Attributes:
+        id: Names the request in outputs and errors.
+        prompt: Its text, where it came as text.
+        prompt_token_ids: Its ids, at least one.
+        params: How to sample; the seed is set.
+        end_ids: Ids that end the text: end-of-sequence (unless ignored) and the request's own.
+        own_stop_ids: Those of them that the request named.
+        bad_words: Token sequences not to be completed.
+        drafter: A drafter for this request alone.
+    """
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    end_ids: frozenset[int] = frozenset()
+    own_stop_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    drafter: Any = None
+    arrival: float = field(default_factory=time.perf_counter)
+
+
+class Ledger:
+    """Counts one sequence's rounds and guesses."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.drafted: list[int] = []  # by position, as are the other two
+        self.reached: list[int] = []
+        self.accepted: list[int] = []
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Book one round."""
+        self.rounds += 1
+        for column in (self.drafted, self.reached, self.accepted):
+            column.extend([0] * (drafted - len(column)))
+        for position in range(drafted):
+            self.drafted[position] += 1
+            self.reached[position] += position <= accepted
+            self.accepted[position] += position < accepted
+
+
+class Sequence:
+    """One text in the making: its tokens, its blocks, and how it came along.
+
+    Attributes:
+        request: What it answers.
+        index: Which of the request's n samples.
+        tokens: Prompt and output.
+        slot: Its row in the device state; None while it waits.
+        blocks: Cache blocks it owns.
+        cached: Tokens that the target's cache holds.
+        limit: Length at which it must end.
+    """
+
+    def __init__(self, request: Request, index: int, limit: int, detokenizer: Any) -> None:
+        self.request = request
+        self.index = index
+        self.limit = limit
+        self.detokenizer = detokenizer
+        self.tokens: list[int] = list(request.prompt_token_ids)
+        self.slot: int | None = None
+        self.blocks: list[int] = []
+        self.cached = 0
+        self.ledger = Ledger()
+        self.origins: list[TokenOrigin] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.error: str | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+        self.lossy = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """Generated tokens."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+    @property
+    def uncached(self) -> int:
+        """Tokens to feed before the next round: all that are not cached, but for the last, which a round feeds."""
+        return len(self.tokens) - 1 - self.cached
+
+    def append(self, token: int, origin: TokenOrigin, now: float) -> None:
+        """Take in one committed token, and end the sequence where it must end."""
+        self.tokens.append(token)
+        self.origins.append(origin)
+        if self.first_token_at is None:
+            self.first_token_at = now
+        generated = len(self.tokens) - self.prompt_length
+        watch = generated > self.request.params.min_tokens
+        is_end = token in self.request.end_ids and watch
+        stop = self.detokenizer.push(token, watch=watch)
+        if is_end and stop is None:
+            self.finish("stop", token if token in self.request.own_stop_ids else None, now)
+        elif stop is not None:
+            self.finish("stop", stop, now)
+        elif len(self.tokens) >= self.limit:
+            self.finish("length", None, now)
+
+    def finish(self, reason: str, stop_reason: str | int | None = None, now: float | None = None) -> None:
+        """End the sequence."""
+        if reason != "stop" or not isinstance(stop_reason, str):
+            self.detokenizer.finish()
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finished_at = time.perf_counter() if now is None else now
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """The figures so far."""
+        now = self.finished_at or time.perf_counter()
+        ledger, arrival = self.ledger, self.request.arrival
+        return SpeculationStats(
+            rounds=ledger.rounds,
+            drafted=sum(ledger.drafted),
+            accepted=sum(ledger.accepted),
+            drafted_per_position=tuple(ledger.drafted),
+            reached_per_position=tuple(ledger.reached),
+            accepted_per_position=tuple(ledger.accepted),
+            tokens=len(self.output),
+            seconds=now - arrival,
+            first_token_seconds=(self.first_token_at or now) - arrival,
+            lossy=self.lossy,
+        )
+
+    def completion(self) -> Completion:
+        """Give the text as it stands."""
+        return Completion(
+            index=self.index,
+            text=self.detokenizer.text,
+            token_ids=tuple(self.output),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
+            origins=tuple(self.origins),
+            stats=self.stats,
+            error=self.error,
+        )

@@ -1,0 +1,65 @@
+"""Settings as users spell them, brought into one form; and a loaded model made ready to run."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from outrider.config import Method, SpeculationConfig, Verification
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.model.load import LoadedModel
+
+__all__ = ["optimized", "speculation_from", "warn_lossy"]
+
+NGRAM_MODELS = ("[ngram]", "ngram")  # vLLM's older spelling of lookup, in place of a model
+
+
+def speculation_from(given: dict[str, Any] | None, **settings: Any) -> SpeculationConfig:
+    """Merge `speculative_config` over the single settings, and work out the method where none is named.
+
+    Raises:
+        ConfigError: An unknown key, or settings that contradict each other.
+    """
+    if given is not None:
+        known = {*settings, "allow_failure"}
+        unknown = sorted(set(given) - known - {"draft_tensor_parallel_size"})
+        if unknown:
+            raise ConfigError(
+                f"speculative_config does not know {', '.join(map(repr, unknown))}; it knows {', '.join(sorted(known))}"
+            )
+        settings |= {name: value for name, value in given.items() if name in known}
+    if isinstance(settings["model"], str) and settings["model"] in NGRAM_MODELS:
+        settings |= {"model": None, "method": settings["method"] or Method.NGRAM}
+    if settings["method"] is None:
+        settings["method"] = Method.NONE if settings["model"] is None else Method.DRAFT_MODEL
+    return SpeculationConfig(**settings)
+
+
+def warn_lossy(verification: Verification) -> None:
+    """Say plainly that "typical" acceptance changes what is generated."""
+    if verification is Verification.TYPICAL:
+        warnings.warn(
+            "verification='typical' is lossy: sampled text no longer follows the target's distribution "
+            "(outputs are marked stats.lossy); use 'coupled', 'rejection' or 'block' for exact results",
+            stacklevel=4,
+        )
+
+
+def optimized(loaded: LoadedModel, source: Any, quantization: str | None) -> LoadedModel:
+    """Fuse and pack a model that Outrider loaded itself; a caller's own model object is left as it is.
+
+    Raises:
+        ConfigError: Quantisation is asked for a model that the caller still holds, or that cannot take it.
+    """
+    from outrider.model.fuse import optimize
+
+    if source is None or isinstance(source, str) or hasattr(source, "__fspath__"):
+        optimize(loaded.model, quantization=quantization)
+    elif quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} would change the model object that was passed in; "
+            "pass its folder or Hub id instead"
+        )
+    return loaded
