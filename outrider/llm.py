@@ -19,6 +19,7 @@ from outrider.model.load import LoadedModel, load_model
 from outrider.model.runner import TorchRunner
 from outrider.outputs import RequestOutput, StreamChunk
 from outrider.sampling.params import SamplingParams
+from outrider.sequence import output_of
 from outrider.setup import optimized, speculation_from, warn_lossy
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class LLM:
             requests = [self.intake.request(prompt, params) for prompt, params in zip(many, each, strict=True)]
             made = [self._submit(request) for request in requests]
             self._finish([one for group in made for one in group], progress)
-        return [_output(request, group) for request, group in zip(requests, made, strict=True)]
+        return [output_of(request, group) for request, group in zip(requests, made, strict=True)]
 
     def chat(
         self,
@@ -264,7 +265,7 @@ class LLM:
             while not all(ended):
                 for place, sequence in enumerate(sequences):
                     if not ended[place] and (len(sequence.output) > given[place] or sequence.finished):
-                        yield _chunk(sequence, given[place])
+                        yield sequence.chunk(given[place])
                         given[place], ended[place] = len(sequence.output), sequence.finished
                 if not all(ended):
                     with self._lock:
@@ -339,28 +340,3 @@ def _paired(prompts: list[Any], params: SamplingParams | list[SamplingParams] | 
             raise InvalidRequestError(f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one each")
         return list(params)
     return [params or SamplingParams()] * len(prompts)
-
-
-def _output(request: Request, sequences: list[Sequence]) -> RequestOutput:
-    reports = request.params.prompt_logprobs is not None
-    return RequestOutput(
-        request.id,
-        request.prompt,
-        request.prompt_token_ids,
-        tuple(sequence.completion() for sequence in sequences),
-        tuple(sequences[0].prompt_logprobs) if reports else None,
-    )
-
-
-def _chunk(sequence: Sequence, given: int) -> StreamChunk:
-    return StreamChunk(
-        index=sequence.index,
-        text=sequence.detokenizer.take(final=sequence.finished),
-        token_ids=tuple(sequence.output[given:]),
-        finish_reason=sequence.finish_reason,
-        stop_reason=sequence.stop_reason,
-        logprobs=tuple(sequence.logprobs[given:]) if sequence.request.params.logprobs is not None else None,
-        origins=tuple(sequence.origins[given:]),
-        stats=sequence.stats if sequence.finished else None,
-        error=sequence.error,
-    )

@@ -6,12 +6,19 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outrider.outputs import Completion, SpeculationStats, TokenLogprob, TokenOrigin
+from outrider.outputs import (
+    Completion,
+    RequestOutput,
+    SpeculationStats,
+    StreamChunk,
+    TokenLogprob,
+    TokenOrigin,
+)
 
 if TYPE_CHECKING:
     from outrider.sampling.params import SamplingParams
 
-__all__ = ["Ledger", "Request", "Sequence"]
+__all__ = ["Ledger", "Request", "Sequence", "output_of"]
 
 
 @dataclass(frozen=True)
@@ -171,3 +178,29 @@ class Sequence:
             stats=self.stats,
             error=self.error,
         )
+
+    def chunk(self, given: int) -> StreamChunk:
+        """Give what is new after the first `given` tokens; text in it is settled."""
+        return StreamChunk(
+            index=self.index,
+            text=self.detokenizer.take(final=self.finished),
+            token_ids=tuple(self.output[given:]),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=tuple(self.logprobs[given:]) if self.request.params.logprobs is not None else None,
+            origins=tuple(self.origins[given:]),
+            stats=self.stats if self.finished else None,
+            error=self.error,
+        )
+
+
+def output_of(request: Request, sequences: list[Sequence]) -> RequestOutput:
+    """Give a request's output from its n sequences."""
+    reports = request.params.prompt_logprobs is not None
+    return RequestOutput(
+        request.id,
+        request.prompt,
+        request.prompt_token_ids,
+        tuple(sequence.completion() for sequence in sequences),
+        tuple(sequences[0].prompt_logprobs) if reports else None,
+    )

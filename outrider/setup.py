@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from outrider.config import Method, SpeculationConfig, Verification
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.model.load import LoadedModel
+    from outrider.model.quantize import Quantization
 
 __all__ = ["optimized", "speculation_from", "warn_lossy"]
 
@@ -56,7 +57,7 @@ def optimized(loaded: LoadedModel, source: Any, quantization: str | None) -> Loa
     from outrider.model.fuse import optimize
 
     if source is None or isinstance(source, str) or hasattr(source, "__fspath__"):
-        optimize(loaded.model, quantization=quantization)
+        optimize(loaded.model, quantization=cast("Quantization | None", quantization))  # it refuses others
     elif quantization is not None:
         raise ConfigError(
             f"quantization={quantization!r} would change the model object that was passed in; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,14 +30,13 @@ def measured(runner: Runner, state: DeviceState, drafters: list[Drafter], most: 
     """
     rows = _idle_rows(state)
     widths = sorted({1, 2, 4, most + 1} & set(range(1, most + 2)))
-    target = [(width, _fastest(lambda width=width: _pass(runner, rows, width), runner.device)) for width in widths]
+    target = [(width, _fastest(partial(_pass, runner, rows, width), runner.device)) for width in widths]
     draft = {}
     for drafter in drafters:
         lengths = sorted({1, most})
         try:
             draft[drafter.name] = tuple(
-                (length, _fastest(lambda length=length: drafter.propose(rows, length), runner.device))
-                for length in lengths
+                (length, _fastest(partial(drafter.propose, rows, length), runner.device)) for length in lengths
             )
         except Exception:  # a drafter that cannot even be timed will fail in its rounds, where it is dealt with
             continue

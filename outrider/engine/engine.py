@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -319,7 +319,7 @@ class Engine:
         return accepted + 1
 
 
-def _report(sequence: Sequence, columns: list[list]) -> None:
+def _report(sequence: Sequence, columns: list[list[Any]]) -> None:
     num_top = sequence.request.params.logprobs or 0
     begin = len(sequence.logprobs)
     for token, taken, ids, values in zip(sequence.output[begin:], *columns, strict=True):

@@ -45,10 +45,10 @@ class KVCache:
         slots = num_blocks * BLOCK_SIZE
         try:
             self.keys = [
-                torch.zeros(slots, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers
+                torch.empty(slots, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers
             ]
             self.values = [
-                torch.zeros(slots, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers
+                torch.empty(slots, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers
             ]
         except (RuntimeError, MemoryError) as error:
             wanted = slots * self.bytes_per_slot(layers, dtype)
@@ -56,6 +56,9 @@ class KVCache:
                 f"a KV cache of {num_blocks} blocks ({wanted / 2**30:.2f} GiB) does not fit on {device}; "
                 "lower max_model_len, max_num_seqs or the KV memory budget"
             ) from error
+        # Empty memory costs nothing until it is written, and nothing unwritten is read but for the null block.
+        for pool in (*self.keys, *self.values):
+            pool[:BLOCK_SIZE] = 0
         self.layers = layers
         self.num_blocks = num_blocks
 

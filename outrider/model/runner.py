@@ -115,7 +115,8 @@ class TorchRunner:
         """
         step, positions = self._step(positions, tables, context, start)
         output = self.model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
-        return output.logits.float()
+        logits: torch.Tensor = output.logits
+        return logits.float()
 
     @torch.inference_mode()
     def feed(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,7 +66,10 @@ class Rules:
         return self._mapped(lambda column: column[members])
 
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rules:
-        return Rules(**{name: change(one) if isinstance(one, torch.Tensor) else one for name, one in vars(self).items()})
+        changed: dict[str, Any] = {
+            name: change(column) for name, column in vars(self).items() if isinstance(column, torch.Tensor)
+        }
+        return replace(self, **changed)
 
 
 _SCALARS: dict[str, torch.dtype] = {
@@ -166,8 +169,9 @@ class RuleTable:
         index = torch.tensor(key, dtype=torch.long, device=self._device)
         params = [self._params[slot] for slot in key]
         drawn = [one for one in params if not one.greedy]
+        columns: dict[str, Any] = {name: table[index] for name, table in (self._columns | self._ragged).items()}
         rules = Rules(
-            **{name: column[index] for name, column in (self._columns | self._ragged).items()},
+            **columns,
             random=bool(drawn),
             filtered=any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in drawn),
             penalised=any(
