@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -17,7 +17,6 @@ from outrider.engine.memory import sized
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.model.load import LoadedModel, load_model
 from outrider.model.runner import TorchRunner
-from outrider.outputs import RequestOutput, StreamChunk
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import output_of
 from outrider.setup import optimized, speculation_from, warn_lossy
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outrider.draft.drafter import Drafter
+    from outrider.outputs import RequestOutput, StreamChunk
     from outrider.sequence import Request, Sequence
 
 __all__ = ["LLM"]
@@ -198,7 +198,9 @@ class LLM:
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         except Exception as error:
-            raise InvalidRequestError(f"the chat template of {self.loaded.name} refused the messages: {error}") from error
+            raise InvalidRequestError(
+                f"the chat template of {self.loaded.name} refused the messages: {error}"
+            ) from error
         return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
@@ -219,7 +221,7 @@ class LLM:
         self._owned.clear()
         self._drafters.clear()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -337,6 +339,8 @@ def _listed(prompts: Any) -> list[Any]:
 def _paired(prompts: list[Any], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
     if isinstance(params, list | tuple):
         if len(params) != len(prompts):
-            raise InvalidRequestError(f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one each")
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one each"
+            )
         return list(params)
     return [params or SamplingParams()] * len(prompts)

@@ -25,7 +25,8 @@ def tracked(sequences: list[Sequence], wanted: bool | None) -> Iterator[Callable
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+    words = TextColumn("generating"), TextColumn("{task.fields[rate]}")
+    columns = words[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), words[1]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("generating", total=len(sequences), rate="")
 

@@ -77,7 +77,7 @@ class Proposal:
         )
 
     def probs_or_certain(self, vocab_size: int) -> torch.Tensor:
-        """q as ``[B, K, V]``: the drafter's, or one-hot on each guess."""
+        """Q as ``[B, K, V]``: the drafter's, or one-hot on each guess."""
         if self.probs is not None:
             return self.probs
         return torch.nn.functional.one_hot(self.tokens.clamp(0, vocab_size - 1), vocab_size).float()

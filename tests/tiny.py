@@ -63,7 +63,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in ("<pad>", "<s>", "</s>", "<unk>")])
-    return PreTrainedTokenizerFast(
+    make: Any = PreTrainedTokenizerFast  # untyped
+    tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=backend,
         pad_token="<pad>",
         bos_token="<s>",
@@ -73,6 +74,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=512,
     )
+    return tokenizer
 
 
 def _byte_characters() -> list[str]:
@@ -90,7 +92,8 @@ def _build(config: PreTrainedConfig, *, seed: int, std: float, attention_scale: 
     from transformers import AutoModelForCausalLM
 
     config.architectures = None
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    build: Any = AutoModelForCausalLM.from_config  # untyped
+    model: PreTrainedModel = build(config, dtype=torch.float32, attn_implementation="eager")
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -100,8 +103,12 @@ def _build(config: PreTrainedConfig, *, seed: int, std: float, attention_scale: 
                 continue
             width = std * attention_scale if any(part in name for part in ("q_proj", "k_proj", "qkv")) else std
             parameter.copy_(draw * width)
-        _head(model)[[config.bos_token_id, config.eos_token_id, config.pad_token_id]] = 0.0
-    return model.eval().requires_grad_(False)
+        for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+            if special is not None:
+                _head(model)[special] = 0.0
+    model.train(False)
+    model.requires_grad_(False)
+    return model
 
 
 def _head(model: Any) -> torch.Tensor:

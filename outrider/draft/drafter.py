@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from outrider.proposal import Proposal
     from outrider.sampling.rules import Rules
 

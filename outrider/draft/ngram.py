@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from outrider.draft.drafter import DraftRows
 from outrider.proposal import Proposal
+
+if TYPE_CHECKING:
+    from outrider.draft.drafter import DraftRows
 
 __all__ = ["NGramDrafter"]
 

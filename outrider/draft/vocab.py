@@ -27,13 +27,16 @@ class HasVocabulary(Protocol):
     """What the check needs to know of a model; `outrider.model.load.LoadedModel` has it."""
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """None where only ids are known."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Rows of the head, padding included."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What to call it in a message."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +86,18 @@ def _compare(
     ours: list[str | None],
     notes: tuple[str, ...],
 ) -> None:
-    if theirs == ours:
+    pairs = enumerate(zip(theirs, ours, strict=True))
+    # An id that only one of them knows (a newer member's extra special token) can be guessed and refused, no more.
+    differing = [index for index, (one, other) in pairs if one is not None and other is not None and one != other]
+    if not differing:
         return
-    differing = [index for index, (one, other) in enumerate(zip(theirs, ours, strict=True)) if one != other]
     first = differing[0]
     message = (
         f"draft {draft.name} and target {target.name} have different vocabularies: token id {first} is "
-        f"{_named(theirs[first])} to the target and {_named(ours[first])} to the draft ({len(differing)} of "
+        f"{theirs[first]!r} to the target and {ours[first]!r} to the draft ({len(differing)} of "
         f"{len(theirs)} ids differ)"
     )
     raise VocabularyMismatchError("; ".join((message, *notes, _REMEDY)))
-
-
-def _named(token: str | None) -> str:
-    return "no token" if token is None else repr(token)
 
 
 def _special_differences(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> tuple[str, ...]:

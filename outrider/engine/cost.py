@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measured"]
 
+logger = logging.getLogger("outrider")
 CONTEXT = 128  # cached tokens that the measured pass looks back on
 REPEATS = 3
 
@@ -38,8 +40,8 @@ def measured(runner: Runner, state: DeviceState, drafters: list[Drafter], most: 
             draft[drafter.name] = tuple(
                 (length, _fastest(partial(drafter.propose, rows, length), runner.device)) for length in lengths
             )
-        except Exception:  # a drafter that cannot even be timed will fail in its rounds, where it is dealt with
-            continue
+        except Exception as error:  # noqa: BLE001 - it will fail in its rounds too, where that is dealt with
+            logger.debug("drafter %s could not be timed: %s", drafter.name, error)
     # A wider pass never costs less; where noise says so, the wider figure is the better one.
     for index in range(len(target) - 2, -1, -1):
         target[index] = (target[index][0], min(target[index][1], target[index + 1][1]))

@@ -208,7 +208,7 @@ class Engine:
         return None if drafter is None or self._failures.get(id(drafter), 0) >= MOST_FAILURES else drafter
 
     def _draft_length(self, sequence: Sequence, num_rows: int) -> int:
-        """Choose how many guesses to ask for: the request's wish, within what is left to generate and the draft's reach."""
+        """Choose how many guesses to ask for: as wished, within what is left to generate and the draft's reach."""
         drafter, params = self._drafter_of(sequence), sequence.request.params
         if drafter is None:
             return 0
@@ -248,7 +248,7 @@ class Engine:
                 continue
             try:
                 lag = drafter.catch_up(self._draft_row(sequence), budget)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever a drafter does, requests go on
                 self._draft_failed(drafter, error)
                 lag = 1
             if lag:

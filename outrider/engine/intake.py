@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.engine.detokenizer import Detokenizer
 from outrider.errors import InvalidRequestError
-from outrider.sampling.params import SamplingParams
 from outrider.sequence import Request, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outrider.draft.drafter import Drafter
+    from outrider.sampling.params import SamplingParams
 
 __all__ = ["Intake", "Prompt"]
 
@@ -132,7 +132,9 @@ class Intake:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token in ids:
                 if token >= self._vocab_size:
-                    raise InvalidRequestError(f"{name} names id {token}, but the vocabulary ends at {self._vocab_size - 1}")
+                    raise InvalidRequestError(
+                        f"{name} names id {token}, but the vocabulary ends at {self._vocab_size - 1}"
+                    )
         if self._tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InvalidRequestError(f"{name} needs a tokenizer, and this model has none; use stop_token_ids")
@@ -144,8 +146,8 @@ class Intake:
             )
         if asked and not self._can_draft and params.speculative_model is None:
             raise InvalidRequestError(
-                f"speculation of {asked} tokens needs a drafter, and this engine has none; start it with method='ngram' "
-                "or speculative_model=..., or leave speculation at 'auto'"
+                f"speculation of {asked} tokens needs a drafter, and this engine has none; start it with "
+                "method='ngram' or speculative_model=..., or leave speculation at 'auto'"
             )
 
     def _bad_words(self, words: Any) -> tuple[tuple[int, ...], ...]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.config import EngineConfig
 from outrider.errors import CapacityError, ConfigError
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, blocks_for
+
+if TYPE_CHECKING:
+    from outrider.config import EngineConfig
 
 __all__ = ["sized"]
 

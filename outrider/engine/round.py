@@ -81,7 +81,7 @@ def propose(plan: RoundPlan, vocab_size: int, on_failure: Callable[[Drafter, Exc
         try:
             part = share.drafter.propose(_draft_rows(plan, share, members), plan.num_tokens)
             proposal = proposal.with_rows(members, part)
-        except Exception as error:  # whatever it is, the target goes on without
+        except Exception as error:  # noqa: BLE001 - whatever it is, the target goes on without
             on_failure(share.drafter, error)
     return proposal.limited(plan.allowance, vocab_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,6 @@ class DeviceState:
 def _start(sequence: Sequence) -> int | None:
     """Give the first cache slot of a sequence whose blocks lie in order."""
     blocks = sequence.blocks
-    if blocks and blocks[-1] - blocks[0] == len(blocks) - 1 and all(a < b for a, b in zip(blocks, blocks[1:], strict=False)):
+    if blocks and blocks[-1] - blocks[0] == len(blocks) - 1 and all(a < b for a, b in itertools.pairwise(blocks)):
         return blocks[0] * BLOCK_SIZE
     return None

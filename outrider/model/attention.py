@@ -131,17 +131,17 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers passes it
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     step: Step | Probe | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from T fresh positions a row: query ``[B, H, T, D]``, key and value ``[B, Hkv, T, D]`` -> ``[B, T, H, D]``.
+    """Attend from T fresh positions a row; positions decide what is seen, `attention_mask` is not used.
 
-    Positions decide what is seen; `attention_mask` is not used. Raises RuntimeError where a model runs outside
-    Outrider's runner, without a step.
+    Query ``[B, H, T, D]``, key and value ``[B, Hkv, T, D]`` -> ``[B, T, H, D]``. Raises RuntimeError where a model
+    runs outside Outrider's runner, without a step.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

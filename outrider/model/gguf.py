@@ -40,6 +40,9 @@ __all__ = ["converted_folder"]
 
 logger = logging.getLogger(__name__)
 
+_FORMAT = "1"  # raise it when a conversion comes out differently: older cached ones are then made again
+_FORMAT_FILE = "outrider_conversion.txt"
+
 
 def converted_folder(path: Path, dtype: torch.dtype, progress: Callable[[str], None] | None = None) -> Path:
     """The safetensors folder of a GGUF in `dtype`, made on first use and cached by content.
@@ -49,12 +52,8 @@ def converted_folder(path: Path, dtype: torch.dtype, progress: Callable[[str], N
     """
     root = Path(os.environ.get("OUTRIDER_CACHE") or "~/.cache/outrider").expanduser() / "gguf"
     folder = root / f"{_content_key(path)}-{str(dtype).removeprefix('torch.')}"
-    if folder.is_dir():
-        try:
-            return locate(folder).path
-        except ModelLoadError as error:
-            logger.warning("the cached conversion %s is damaged (%s); converting again", folder, error)
-            shutil.rmtree(folder, ignore_errors=True)
+    if _is_good(folder):
+        return folder
     header = read_header(path)
     work, final = _work_folder(root, folder)
     try:
@@ -64,6 +63,20 @@ def converted_folder(path: Path, dtype: torch.dtype, progress: Callable[[str], N
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
+
+
+def _is_good(folder: Path) -> bool:
+    """Whether a cached conversion is there and whole; one that is not is removed."""
+    if not folder.is_dir():
+        return False
+    try:
+        if (folder / _FORMAT_FILE).read_text() == _FORMAT and locate(folder).kind == "safetensors":
+            return True
+        logger.warning("the cached conversion %s was made by another version; converting again", folder)
+    except (OSError, ModelLoadError) as error:
+        logger.warning("the cached conversion %s is damaged (%s); converting again", folder, first_line(error))
+    shutil.rmtree(folder, ignore_errors=True)
+    return False
 
 
 def _content_key(path: Path) -> str:
@@ -130,6 +143,7 @@ def _convert(path: Path, header: GGUFHeader, dtype: torch.dtype, work: Path) -> 
             model, tokenizer = _load(path, header, dtype)
             model.save_pretrained(work)
             tokenizer.save_pretrained(work)
+        (work / _FORMAT_FILE).write_text(_FORMAT)
     except ModelLoadError:
         raise
     except OSError as error:

@@ -18,8 +18,10 @@ logger = logging.getLogger(__name__)
 
 # Our spelling -> GGUF's, in tokenizer.ggml.<spelling>_token_id.
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _PATTERNS = {"qwen2": _SPLIT.replace("DIGITS", ""), "llama-bpe": _SPLIT.replace("DIGITS", "{1,3}")}
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 
@@ -53,6 +55,4 @@ def _repair_byte_level(backend: Any, rule: str) -> None:
     else:
         backend.pre_tokenizer = whole
         if rule not in ("default", "gpt-2", "gpt2"):
-            logger.warning(
-                "text is split by GPT-2's rule, not by %r: rare strings may get other tokens", rule
-            )
+            logger.warning("text is split by GPT-2's rule, not by %r: rare strings may get other tokens", rule)

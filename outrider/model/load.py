@@ -21,7 +21,7 @@ from outrider.model.dtypes import parse_dtype, resolve_dtype
 from outrider.model.facts import context_length, eos_token_ids
 from outrider.model.gguf import converted_folder
 from outrider.model.quiet import quiet_transformers
-from outrider.model.support import causal_text_class, check_config, check_model
+from outrider.model.support import TEXT_HALF_KEYS, causal_text_class, check_config, check_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,11 +95,13 @@ def load_model(
     if checkpoint.kind == "gguf":
         folder = converted_folder(checkpoint.path, resolve_dtype(asked, "gguf", target_device))
         checkpoint = Checkpoint("safetensors", folder, checkpoint.name)
-    config, model_class = causal_text_class(_read_config(checkpoint), checkpoint.name)
+    whole = _read_config(checkpoint)
+    config, model_class = causal_text_class(whole, checkpoint.name)
     check_config(config, model_class, checkpoint.name)
     _check_quantization(config, checkpoint.name, target_device)
     resolved = resolve_dtype(asked, stored_dtype(checkpoint.path, config), target_device)
-    model = _read_weights(checkpoint, config, model_class, resolved, target_device)
+    keys = TEXT_HALF_KEYS.get(whole.model_type)
+    model = _read_weights(checkpoint, config, model_class, resolved, target_device, keys=keys)
     words = _read_tokenizer(checkpoint.path, checkpoint.name) if tokenizer is None else _given_tokenizer(tokenizer)
     return _describe(model, words, checkpoint.name)
 
@@ -109,7 +111,7 @@ def set_attention(model: PreTrainedModel, name: str) -> str:
 
     Raises: UnsupportedModelError where the architecture keeps its own attention, or `name` is not registered.
     """
-    previous = str(model.config._attn_implementation)
+    previous = str(model.config._attn_implementation)  # noqa: SLF001 - its only name
     try:
         model.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
@@ -117,7 +119,7 @@ def set_attention(model: PreTrainedModel, name: str) -> str:
             f"{type(model).__name__} cannot attend with {name!r} ({first_line(error)}); use an architecture that "
             f"transformers can dispatch through AttentionInterface"
         ) from error
-    if model.config._attn_implementation != name:
+    if model.config._attn_implementation != name:  # noqa: SLF001
         raise UnsupportedModelError(f"{type(model).__name__} does not let its attention be replaced by {name!r}")
     return previous
 
@@ -189,6 +191,8 @@ def _read_weights(
     model_class: type[PreTrainedModel],
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    keys: dict[str, str] | None,
 ) -> PreTrainedModel:
     name = checkpoint.name
     place: dict[str, Any] = {} if device.type == "cpu" or not _has_accelerate() else {"device_map": {"": device}}
@@ -200,6 +204,7 @@ def _read_weights(
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
+                key_mapping=keys,
                 output_loading_info=True,
                 **place,
             )

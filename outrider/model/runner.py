@@ -12,6 +12,7 @@ import torch
 from outrider.errors import UnsupportedModelError
 from outrider.model.attention import ATTENTION_NAME, Probe, Step, register
 from outrider.model.kv_cache import KVCache, LayerShape
+from outrider.model.load import set_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,16 +66,15 @@ class TorchRunner:
         self.device = self.model.device
         self.dtype = self.model.dtype
         self._exact = exact
-        self._previous_attention = self.model.config._attn_implementation
         register()
-        self._switch(ATTENTION_NAME)
+        self._previous_attention = set_attention(self.model, ATTENTION_NAME)
         self.layers = self._probed()
         self._cache: KVCache | None = None
 
     def close(self) -> None:
         """Give the model its own attention back and drop the cache."""
         self._cache = None
-        self._switch(self._previous_attention)
+        set_attention(self.model, self._previous_attention)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -139,11 +139,6 @@ class TorchRunner:
         context = min(context, self.context_length)
         return Step.over(self.cache, positions, tables, context, start=start, row_wise=self._exact), positions
 
-    def _switch(self, name: str) -> None:
-        from outrider.model.load import set_attention
-
-        set_attention(self.model, name)
-
     @torch.inference_mode()
     def _probed(self) -> list[LayerShape]:
         """Run two tokens through, and check that every layer called our attention and asked for nothing unknown."""
@@ -154,7 +149,7 @@ class TorchRunner:
         try:
             self.model.base_model(input_ids=tokens, position_ids=positions, step=probe, use_cache=False)
         except Exception as error:
-            self._switch(self._previous_attention)
+            set_attention(self.model, self._previous_attention)
             raise UnsupportedModelError(
                 f"{config.model_type}: its modules do not run with Outrider's attention ({error}); "
                 "serve a decoder-only model whose attention goes through transformers' AttentionInterface"
@@ -168,7 +163,7 @@ class TorchRunner:
         elif _windowed(config) and all(layer.sliding_window is None for layer in probe.layers.values()):
             problem = "its config has a sliding window, but its layers do not pass it on"
         if problem:
-            self._switch(self._previous_attention)
+            set_attention(self.model, self._previous_attention)
             raise UnsupportedModelError(f"{config.model_type}: {problem}; no exact speculation is possible with it")
         return [probe.layers[index] for index in sorted(probe.layers)]
 

@@ -13,7 +13,7 @@ from outrider.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["causal_text_class", "check_config", "check_model", "layer_types"]
+__all__ = ["TEXT_HALF_KEYS", "causal_text_class", "check_config", "check_model", "layer_types"]
 
 _SERVED = frozenset({"full_attention", "sliding_attention", "attention", "sliding", "full"})
 _RECURRENT = frozenset(
@@ -40,6 +40,14 @@ _REFUSED_TYPES = {
     "gemma4_assistant": "it is a draft head that reads the target's keys, not a language model of its own",
     "gemma4_unified_assistant": "it is a draft head that reads the target's keys, not a language model of its own",
 }
+# Multimodal types whose text half is a model of its own -> how the whole names that half's weights.
+TEXT_HALF_KEYS: dict[str, dict[str, str]] = {
+    "gemma3": {
+        r"^language_model\.model\.": "model.",
+        r"^language_model\.lm_head\.": "lm_head.",
+        r"^model\.language_model\.": "model.",
+    }
+}
 _CAUSAL_THOUGH_NOT_DECODER = frozenset({"gpt_neox"})  # its config says is_decoder=False and its attention is causal
 _REMEDY = "use a decoder-only attention model such as Llama, Mistral, Qwen2/3, Gemma, Phi-3 or OLMo2"
 
@@ -61,7 +69,7 @@ def _mapped_class(config: PreTrainedConfig) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        mapped = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         return None
     return mapped[0] if isinstance(mapped, list | tuple) else mapped
@@ -83,7 +91,7 @@ def causal_text_class(config: PreTrainedConfig, name: str) -> tuple[PreTrainedCo
     text_config = config.get_text_config(decoder=True)
     if text_config is not config:
         text = whole if whole.config_class is type(text_config) else _mapped_class(text_config)
-        readable = text is whole or config.model_type == "gemma3"
+        readable = text is whole or config.model_type in TEXT_HALF_KEYS
         if text is None or text.config_class is not type(text_config) or not readable:
             raise _refuse(name, config, "it is multimodal and has no text-only causal class")
         if getattr(text_config, "quantization_config", None) is None:
@@ -110,14 +118,14 @@ def check_config(config: PreTrainedConfig, model_class: type[PreTrainedModel], n
             raise _refuse(name, config, f"layers of type {kind!r} keep a recurrent state that cannot be rolled back")
         if kind not in _SERVED:
             raise _refuse(name, config, f"layers of type {kind!r}: {_REASONS.get(kind, 'not implemented')}")
-    if model_class._is_stateful and not types:
+    if model_class._is_stateful and not types:  # noqa: SLF001
         raise _refuse(name, config, f"layers of type {model_type!r} keep a recurrent state that cannot be rolled back")
     if getattr(config, "is_decoder", None) is False and model_type not in _CAUSAL_THOUGH_NOT_DECODER:
         raise _refuse(name, config, "it is an encoder (is_decoder is false), so its attention looks ahead")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise _refuse(name, config, "its attention is bidirectional (use_bidirectional_attention)")
     # Not `_supports_sdpa`: Gemma 2 says no to that (soft caps) and yes to a registered attention function.
-    if not model_class._supports_attention_backend:
+    if not model_class._supports_attention_backend:  # noqa: SLF001
         raise _refuse(name, config, f"{model_class.__name__} does not let its attention be replaced")
 
 

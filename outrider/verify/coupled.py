@@ -7,9 +7,12 @@ only how many rounds that takes.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from outrider.proposal import Acceptance, Proposal
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["verify_coupled"]
 
