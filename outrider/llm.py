@@ -241,6 +241,8 @@ class LLM:
     # --- how it is done
 
     def _submit(self, request: Request) -> list[Sequence]:
+        if not self._owned:
+            raise OutriderError("this LLM was closed; make a new one")
         sequences = self.intake.sequences(request)
         for sequence in sequences:
             if not sequence.finished:

@@ -147,6 +147,11 @@ class Sequence:
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finished_at = time.perf_counter() if now is None else now
 
+    def fail(self, error: str) -> None:
+        """End the sequence for a fault of its own; the text so far stands."""
+        self.finish_reason, self.error = "error", error
+        self.finished_at = time.perf_counter()
+
     @property
     def stats(self) -> SpeculationStats:
         """The figures so far."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -84,7 +85,7 @@ class Engine:
         self._controller: Controller | None = None
         self._failures: dict[int, int] = {}  # of each drafter, in a row
         self._drafters: list[Drafter] = [drafter] if drafter is not None else []
-        self._limited: set[Sequence] = set()
+        self._limited: WeakSet[Sequence] = WeakSet()  # told once that the draft reaches no further
 
     @property
     def longest_draft(self) -> int:
@@ -289,24 +290,33 @@ class Engine:
                 tuple(lengths[m] for m in share.members),
                 tuple(accepted[m] for m in share.members),
             )
+        broken = result.broken.tolist()
         report = None if result.logprobs is None else [one.tolist() for one in result.logprobs]
         for row, sequence in enumerate(ready):
-            kept = self._append(sequence, tokens[row], accepted[row], drafted[row], now)
-            # What lies behind the end was judged but belongs to no text: it is not in the books.
-            counted = min(drafted[row], kept), min(accepted[row], kept)
-            sequence.ledger.record(*counted)
-            sequence.cached = len(sequence) - 1
-            if self._controller is not None:
-                self._controller.learn(sequence, *counted)
-            self.figures.drafted += counted[0]
-            self.figures.accepted += counted[1]
-            self.figures.tokens += kept
-            if report is not None and sequence.request.params.logprobs is not None:
-                _report(sequence, [column[row][:kept] for column in report])
+            try:
+                if broken[row]:
+                    raise FloatingPointError("the target's logits are not numbers (NaN)")
+                kept = self._append(sequence, tokens[row], accepted[row], drafted[row], now)
+                if report is not None and sequence.request.params.logprobs is not None:
+                    _report(sequence, [column[row][:kept] for column in report])
+                self._book(sequence, drafted[row], accepted[row], kept)
+            except Exception as error:
+                logger.exception("request %s failed and is ended; others go on", sequence.request.id)
+                sequence.fail(f"{type(error).__name__}: {error}")
             if sequence.finished:
-                self._limited.discard(sequence)
                 self.scheduler.retire(sequence)
         self.figures.rounds += 1
+
+    def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int) -> None:
+        """Count a round. What lies behind a text's end was judged but belongs to no text: it is not counted."""
+        drafted, accepted = min(drafted, kept), min(accepted, kept)
+        sequence.ledger.record(drafted, accepted)
+        sequence.cached = len(sequence) - 1
+        if self._controller is not None:
+            self._controller.learn(sequence, drafted, accepted)
+        self.figures.drafted += drafted
+        self.figures.accepted += accepted
+        self.figures.tokens += kept
 
     def _append(self, sequence: Sequence, tokens: list[int], accepted: int, drafted: int, now: float) -> int:
         """Append a round's tokens until the sequence ends; give how many it took."""

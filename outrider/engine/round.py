@@ -62,10 +62,18 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one round gave, still on the device."""
+    """What one round gave, still on the device.
+
+    Attributes:
+        proposal: What was judged.
+        acceptance: What was committed.
+        broken: Rows whose committed tokens come from logits that are not numbers, ``[B]``.
+        logprobs: The target's log-probabilities, where anybody asked.
+    """
 
     proposal: Proposal
     acceptance: Acceptance
+    broken: torch.Tensor
     logprobs: TokenLogprobs | None
 
 
@@ -98,7 +106,9 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
     acceptance = judge(plan.verification, proposal, logits, rows, Prefix(tokens, ends))
     report = None if plan.num_logprobs is None else logprobs(logits, acceptance.tokens, plan.num_logprobs)
     commit(acceptance, rows, ends, state)
-    return RoundResult(proposal, acceptance, report)
+    # Where any logit is NaN, argmax finds that one: looking at the tokens taken is enough.
+    nan = logits.gather(-1, acceptance.tokens[..., None])[..., 0].isnan() & (steps <= acceptance.num_accepted[:, None])
+    return RoundResult(proposal, acceptance, nan.any(1), report)
 
 
 def judge(

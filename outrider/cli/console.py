@@ -1,0 +1,80 @@
+"""What the command line says beside the text: progress, notes and errors, all on stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from outrider.errors import OutriderError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["reported", "say", "working"]
+
+WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def say(line: str) -> None:
+    """Write one line to stderr."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def reported(*, show_traceback: bool) -> Iterator[None]:
+    """Turn what can go wrong into one clear line and an exit code; warnings and log lines likewise."""
+    try:
+        with _plain_warnings():
+            yield
+    except OutriderError as error:
+        if show_traceback:
+            traceback.print_exc()
+        say(f"error: {error}")
+        raise typer.Exit(WRONG_INPUT) from None
+    except KeyboardInterrupt:
+        say("")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    def show(message: Warning | str, *_: Any) -> None:
+        say(f"warning: {message}")
+
+    logger, handler = logging.getLogger("outrider"), _Stderr()
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = show  # type: ignore[assignment]  # what else it is told, nobody needs
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Stderr(logging.Handler):
+    """Writes to whatever stderr is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextmanager
+def working(what: str, *, quiet: bool) -> Iterator[None]:
+    """Show what is being done: a spinner on a terminal, else a line."""
+    if quiet:
+        yield
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(what):
+            yield
+    else:
+        say(what)
+        yield

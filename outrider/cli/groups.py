@@ -1,0 +1,41 @@
+"""Options in groups: a frozen dataclass of options that several commands share.
+
+Typer wants one parameter an option. A command here takes whole groups; `from_groups` gives Typer the flat function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["from_groups"]
+
+
+def from_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn a function of option groups (dataclasses) into a function of their fields, which Typer can read."""
+    groups: dict[str, Any] = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
+    parameters: list[inspect.Parameter] = []
+    for kind in groups.values():
+        hints = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            default = field.default if field.default_factory is not list else []
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+                )
+            )
+
+    def flat(**given: Any) -> None:
+        made = {
+            name: kind(**{field.name: given[field.name] for field in fields(kind)}) for name, kind in groups.items()
+        }
+        command(**made)
+
+    flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat

@@ -1,0 +1,263 @@
+"""The options that commands share, in groups; each group knows how to become what the library takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
+
+__all__ = ["ModelOptions", "SamplingOptions", "byte_count", "token_biases"]
+
+MODEL, DRAFTING, SAMPLING, STOPPING = "Model", "Drafting", "Sampling", "Stopping"
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def byte_count(text: str) -> int:
+    """Read "512MiB", "512M" (both 2**20 each), "512MB" (10**6 each) or a plain number of bytes.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*", text, re.IGNORECASE)
+    if match is None or (match[3].lower() == "i"):
+        raise ConfigError(f"--kv-cache-bytes must be a size such as 512MiB or 2G, got {text!r}")
+    base = 1000 if match[2] and match[3].lower() == "b" else 1024
+    return int(float(match[1]) * base ** _UNITS[match[2].lower()])
+
+
+def token_biases(pairs: list[str]) -> dict[int, float]:
+    """Read ``ID=VALUE`` pairs.
+
+    Raises:
+        InvalidRequestError: One is not of that form.
+    """
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, amount = pair.partition("=")
+        try:
+            biases[int(token)] = float(amount)
+        except ValueError:
+            raise InvalidRequestError(f"--logit-bias must be ID=VALUE, such as 42=-1.5, got {pair!r}") from None
+    return biases
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The target, its draft, and what they may use."""
+
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            "-m",
+            help="Hub id, folder or GGUF file.",
+            show_default="SmolLM2-135M-Instruct",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    speculative_model: Annotated[
+        str | None,
+        Option(help="The draft, given in the same ways; also spelled -md.", rich_help_panel=DRAFTING),
+    ] = None
+    method: Annotated[
+        str | None,
+        Option(
+            help="Where guesses come from: ngram (text that repeats), draft_model, or none.",
+            show_default="draft_model with a draft, else ngram",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int, Option(help="Guesses a round at most, 0 to 64; also spelled --draft.", rich_help_panel=DRAFTING)
+    ] = 5
+    prompt_lookup_max: Annotated[
+        int, Option(help="ngram: longest run of tokens to match, 1 to 64.", rich_help_panel=DRAFTING)
+    ] = 4
+    prompt_lookup_min: Annotated[
+        int, Option(help="ngram: shortest run of tokens to match, 1 to 64.", rich_help_panel=DRAFTING)
+    ] = 2
+    verification: Annotated[
+        str,
+        Option(
+            help="How guesses are judged: coupled (the same text as without), rejection or block (the same "
+            "distribution), typical (lossy).",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = "coupled"
+    exact: Annotated[
+        bool,
+        Option("--exact", help="Rounds of one fixed shape: not even a near-tie can differ.", rich_help_panel=DRAFTING),
+    ] = False
+    speculative_config: Annotated[
+        str | None,
+        Option(metavar="JSON", help="The same settings as one object, as vLLM spells them.", rich_help_panel=DRAFTING),
+    ] = None
+    dtype: Annotated[str, Option(help="auto, bfloat16, float16 or float32.", rich_help_panel=MODEL)] = "auto"
+    device: Annotated[
+        str | None, Option(help="cpu, cuda, cuda:1.", show_default="cuda where there is a card", rich_help_panel=MODEL)
+    ] = None
+    draft_dtype: Annotated[
+        str | None, Option(help="The draft's.", show_default="as the target's", rich_help_panel=DRAFTING)
+    ] = None
+    draft_device: Annotated[
+        str | None, Option(help="The draft's.", show_default="as the target's", rich_help_panel=DRAFTING)
+    ] = None
+    quantization: Annotated[
+        str | None, Option(help="int8 or int4 weights, on a CPU.", show_default="none", rich_help_panel=MODEL)
+    ] = None
+    revision: Annotated[str | None, Option(help="Of the Hub repository.", rich_help_panel=MODEL)] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(help="Longest prompt and text together; also -c.", show_default="the model's", rich_help_panel=MODEL),
+    ] = None
+    max_num_seqs: Annotated[int, Option(help="Texts generated together at most.", rich_help_panel=MODEL)] = 16
+    kv_cache_bytes: Annotated[
+        str | None,
+        Option(
+            metavar="SIZE",
+            help="Memory for keys and values, such as 512MiB.",
+            show_default="what the model can use, a quarter of the free memory at most",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Option(help="Share of the card's memory to use in all, above 0 to 1.", rich_help_panel=MODEL)
+    ] = 0.9
+    threads: Annotated[
+        int | None, Option("--threads", min=1, help="CPU threads.", show_default="torch's", rich_help_panel=MODEL)
+    ] = None
+
+    @property
+    def shown_model(self) -> str:
+        """The target's name, for people."""
+        return self.model or "the default model"
+
+    def arguments(self) -> dict[str, Any]:
+        """Give the arguments for `LLM`. With no draft, method or config, lookup drafts: it rests where it fails."""
+        arguments = {name: value for name, value in vars(self).items() if name != "threads"}
+        arguments["speculative_config"] = config = self._config()
+        if self.kv_cache_bytes is not None:
+            arguments["kv_cache_bytes"] = byte_count(self.kv_cache_bytes)
+        if self.method is None and self.speculative_model is None and not {"method", "model"} & set(config or ()):
+            arguments["method"] = "ngram"
+        return arguments
+
+    def load(self) -> LLM:
+        """Load target and draft."""
+        arguments = self.arguments()
+        import torch
+
+        from outrider.llm import LLM
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        return LLM(**arguments)
+
+    def _config(self) -> dict[str, Any] | None:
+        if self.speculative_config is None:
+            return None
+        try:
+            config = json.loads(self.speculative_config)
+        except ValueError as error:
+            raise ConfigError(f"--speculative-config is not JSON ({error}): {self.speculative_config!r}") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"--speculative-config must be a JSON object, got {self.speculative_config!r}")
+        return config
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to choose and when to stop; ranges are checked by `SamplingParams`."""
+
+    temperature: Annotated[
+        float, Option(help="0 to 100; 0 is greedy: always the likeliest token.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    top_k: Annotated[int, Option(help="Keep this many likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)] = 0
+    top_p: Annotated[
+        float,
+        Option(help="Keep the likeliest tokens up to this probability, above 0 to 1.", rich_help_panel=SAMPLING),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Option(help="Keep tokens at least this fraction as likely as the likeliest, 0 to 1.", rich_help_panel=SAMPLING),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        Option(help="Fixes the sampled text.", show_default="a new one each time", rich_help_panel=SAMPLING),
+    ] = None
+    presence_penalty: Annotated[
+        float, Option(help="Off the logits of generated tokens, -2 to 2.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Option(help="The same, for each time they came, -2 to 2.", rich_help_panel=SAMPLING)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Option(help="Of tokens in prompt and text, above 0 to 10; above 1 discourages.", rich_help_panel=SAMPLING),
+    ] = 1.0
+    logit_bias: Annotated[
+        list[str],
+        Option(metavar="ID=VALUE", help="Added to a token's logit, -100 to 100; repeatable.", rich_help_panel=SAMPLING),
+    ] = field(default_factory=list)
+    bad_word: Annotated[
+        list[str], Option(metavar="TEXT", help="Must not be generated; repeatable.", rich_help_panel=SAMPLING)
+    ] = field(default_factory=list)
+    stop: Annotated[
+        list[str],
+        Option(metavar="TEXT", help="Ends the text, and is cut off; repeatable.", rich_help_panel=STOPPING),
+    ] = field(default_factory=list)
+    stop_token_id: Annotated[
+        list[int], Option(metavar="ID", help="Ends the text; repeatable.", rich_help_panel=STOPPING)
+    ] = field(default_factory=list)
+    include_stop: Annotated[bool, Option("--include-stop", help="Keep the stop text.", rich_help_panel=STOPPING)] = (
+        False
+    )
+    ignore_eos: Annotated[
+        bool, Option("--ignore-eos", help="Go on after the model's end-of-text.", rich_help_panel=STOPPING)
+    ] = False
+    min_tokens: Annotated[int, Option(help="No end before this many tokens, 0 or more.", rich_help_panel=STOPPING)] = 0
+    special_tokens: Annotated[
+        bool, Option("--special-tokens", help="Show special tokens in the text.", rich_help_panel=SAMPLING)
+    ] = False
+    speculation: Annotated[
+        str,
+        Option(metavar="auto|off|N", help="Guess while it pays, never, or always up to N.", rich_help_panel=DRAFTING),
+    ] = "auto"
+
+    def params(self, max_tokens: int, **more: Any) -> SamplingParams:
+        """Give the sampling parameters; `max_tokens` -1 goes to the context's end.
+
+        Raises:
+            InvalidRequestError: A value is out of range.
+        """
+        wanted = self.speculation
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=token_biases(self.logit_bias),
+            bad_words=self.bad_word,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_id,
+            include_stop_str_in_output=self.include_stop,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            skip_special_tokens=not self.special_tokens,
+            speculation=int(wanted) if wanted.isdecimal() else wanted,  # type: ignore[arg-type]  # checked there
+            max_tokens=None if max_tokens == -1 else max_tokens,
+            **more,
+        )
