@@ -17,7 +17,7 @@ from outrider.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
-    from outrider.wrap import wrap
+    from outrider.wrapping import wrap
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "wrap":
-        from outrider.wrap import wrap
+        from outrider.wrapping import wrap
 
         return wrap
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

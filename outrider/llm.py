@@ -5,24 +5,24 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
 from outrider.config import EngineConfig, Method, SpeculationConfig
 from outrider.draft.draft_model import DraftModelDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.vocab import check_vocabulary
 from outrider.engine.engine import Engine
-from outrider.engine.intake import Intake
+from outrider.engine.intake import Intake, listed, paired
 from outrider.engine.memory import sized
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.model.load import LoadedModel, load_model
 from outrider.model.runner import TorchRunner
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import output_of
-from outrider.setup import optimized, speculation_from, warn_lossy
+from outrider.setup import optimized, resolve_device, speculation_from, warn_lossy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import torch
 
     from outrider.draft.drafter import Drafter
     from outrider.outputs import RequestOutput, StreamChunk
@@ -105,16 +105,21 @@ class LLM:
             max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, exact, seed
         )
         warn_lossy(speculation.verification)
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._lock = threading.RLock()
         self._owned: list[TorchRunner] = []
         self._drafters: dict[int, tuple[Any, Drafter]] = {}
         self.loaded = optimized(
-            load_model(model, dtype=dtype, device=device, revision=revision, tokenizer=tokenizer), model, quantization
+            load_model(model, dtype=dtype, device=resolve_device(device), revision=revision, tokenizer=tokenizer),
+            model,
+            quantization,
         )
-        runner = self._runner(self.loaded, exact=exact)
-        draft = self._draft(speculation, draft_dtype or dtype, draft_device or self.loaded.device)
-        self._start(runner, draft, config, speculation)
+        try:
+            runner = self._runner(self.loaded, exact=exact)
+            draft = self._draft(speculation, draft_dtype or dtype, draft_device or self.loaded.device)
+            self._start(runner, draft, config, speculation)
+        except BaseException:
+            self.close()  # a model object that was passed in gets its attention back
+            raise
 
     def _start(
         self,
@@ -165,8 +170,8 @@ class LLM:
         Raises:
             InvalidRequestError: Some prompt or parameter is wrong; then nothing was generated.
         """
-        many = _listed(prompt_token_ids if prompts is None else prompts)
-        each = _paired(many, sampling_params)
+        many = listed(prompt_token_ids if prompts is None else prompts)
+        each = paired(many, sampling_params)
         with self._lock:
             requests = [self.intake.request(prompt, params) for prompt, params in zip(many, each, strict=True)]
             made = [self._submit(request) for request in requests]
@@ -211,8 +216,7 @@ class LLM:
         """
         with self._lock:
             request = self.intake.request(prompt, sampling_params or SamplingParams())
-            sequences = self._submit(request)
-        return self._streamed(sequences)
+        return self._streamed(request)
 
     def close(self) -> None:
         """Give up the caches; a transformers model that was passed in gets its own attention back."""
@@ -262,15 +266,19 @@ class LLM:
             for sequence in sequences:
                 self.engine.abort(sequence)
 
-    def _streamed(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
+    def _streamed(self, request: Request) -> Iterator[StreamChunk]:
+        with self._lock:  # from the first read on, so that a stream that nobody reads costs nothing
+            sequences = self._submit(request)
         given = [0] * len(sequences)
         ended = [False] * len(sequences)
         try:
             while not all(ended):
                 for place, sequence in enumerate(sequences):
                     if not ended[place] and (len(sequence.output) > given[place] or sequence.finished):
-                        yield sequence.chunk(given[place])
-                        given[place], ended[place] = len(sequence.output), sequence.finished
+                        chunk = sequence.chunk(given[place])
+                        given[place] += len(chunk.token_ids)
+                        ended[place] = chunk.finish_reason is not None
+                        yield chunk
                 if not all(ended):
                     with self._lock:
                         self.engine.step()
@@ -325,24 +333,3 @@ class LLM:
             name = f"draft_model:{model.loaded.name}"
             self._drafters[id(model)] = (model, DraftModelDrafter(runner, self.loaded.vocab_size, shared.size, name))
         return self._drafters[id(model)][1]
-
-
-def _listed(prompts: Any) -> list[Any]:
-    """Give a list of prompts for one prompt or many."""
-    if prompts is None:
-        raise InvalidRequestError("there is no prompt: pass a string, token ids, or a list of either")
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
-    if isinstance(prompts, list | tuple) and not (prompts and all(type(item) is int for item in prompts)):
-        return list(prompts)
-    return [prompts]
-
-
-def _paired(prompts: list[Any], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
-    if isinstance(params, list | tuple):
-        if len(params) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one each"
-            )
-        return list(params)
-    return [params or SamplingParams()] * len(prompts)

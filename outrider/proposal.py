@@ -53,7 +53,7 @@ class Proposal:
             known &= torch.isfinite(probs).all(-1) & (probs >= 0).all(-1)
             probs = torch.nan_to_num(probs, nan=0.0, posinf=0.0, neginf=0.0)
         usable = known.long().cumprod(1).sum(1)
-        lengths = torch.minimum(torch.minimum(self.lengths, allowance), usable)
+        lengths = torch.minimum(torch.minimum(self.lengths, allowance), usable).clamp(min=0)
         return Proposal(self.tokens.clamp(0, vocab_size - 1), lengths, probs)
 
     def narrowed(self, num_tokens: int) -> Proposal:

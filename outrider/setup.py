@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from outrider.config import Method, SpeculationConfig, Verification
 from outrider.errors import ConfigError
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from outrider.model.load import LoadedModel
     from outrider.model.quantize import Quantization
 
-__all__ = ["optimized", "speculation_from", "warn_lossy"]
+__all__ = ["optimized", "resolve_device", "speculation_from", "warn_lossy"]
 
 NGRAM_MODELS = ("[ngram]", "ngram")  # vLLM's older spelling of lookup, in place of a model
 
@@ -38,6 +40,20 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
     return SpeculationConfig(**settings)
 
 
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Give the device named, or a card where there is one.
+
+    Raises:
+        ConfigError: There is no device of that name.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from error
+
+
 def warn_lossy(verification: Verification) -> None:
     """Say plainly that "typical" acceptance changes what is generated."""
     if verification is Verification.TYPICAL:
@@ -55,9 +71,11 @@ def optimized(loaded: LoadedModel, source: Any, quantization: str | None) -> Loa
         ConfigError: Quantisation is asked for a model that the caller still holds, or that cannot take it.
     """
     from outrider.model.fuse import optimize
+    from outrider.model.layer import speed_up_layers
 
     if source is None or isinstance(source, str) or hasattr(source, "__fspath__"):
         optimize(loaded.model, quantization=cast("Quantization | None", quantization))  # it refuses others
+        speed_up_layers(loaded.model)
     elif quantization is not None:
         raise ConfigError(
             f"quantization={quantization!r} would change the model object that was passed in; "

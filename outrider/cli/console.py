@@ -38,7 +38,10 @@ def reported(*, show_traceback: bool) -> Iterator[None]:
             traceback.print_exc()
         say(f"error: {error}")
         raise typer.Exit(WRONG_INPUT) from None
-    except KeyboardInterrupt:
+    except BaseException as error:
+        # Ctrl-C may fall into the middle of a round, whose clearing up can then fail in turn.
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
         say("")
         raise typer.Exit(INTERRUPTED) from None
 

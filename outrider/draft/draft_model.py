@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 
 from outrider.proposal import Proposal
 from outrider.sampling.choose import choose, distribution
-from outrider.sampling.random import Purpose
+from outrider.sampling.random import Purpose, round_seeds
 from outrider.sampling.rules import Prefix
 
 if TYPE_CHECKING:
@@ -45,24 +46,27 @@ class DraftModelDrafter:
         """Positions that the draft was made for."""
         return self.runner.context_length
 
-    def catch_up(self, rows: DraftRows, budget: int) -> int:
-        """Feed what is not cached, up to what a chain feeds itself."""
-        slot, goal = rows.slots[0], rows.host_lengths[0] - REFED
+    def missing(self, slot: int, length: int) -> int:
+        """Count what is not cached, but for what a chain feeds itself."""
+        return max(0, length - REFED - self._cached.get(slot, 0))
+
+    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
+        """Feed the next tokens that are not cached."""
+        device, slot = self.runner.device, rows.slots[0]
         begin = self._cached.get(slot, 0)
-        end = min(goal, begin + budget)
-        if end > begin:
-            device = self.runner.device
-            positions = torch.arange(begin, end, device=device)[None]
-            self.runner.feed(self._known(rows.tokens[:, begin:end]), positions, rows.tables.to(device), end, rows.start)
-            self._cached[slot] = end
-        return max(0, goal - end)
+        end = begin + num_tokens
+        positions = torch.arange(begin, end, device=device)[None]
+        self.runner.feed(self._known(rows.tokens[:, begin:end]), positions, rows.tables.to(device), end, rows.start)
+        self._cached[slot] = end
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Generate `num_tokens` tokens a row, each by the row's own sampling parameters and prefix."""
         device = self.runner.device
         tokens, lengths, tables = rows.tokens.to(device), rows.lengths.to(device), rows.tables.to(device)
         rules = rows.rules if rows.lengths.device == device else rows.rules.to(device)
-        purpose = Purpose.GUESS if rows.independent else Purpose.CHOICE
+        purpose = Purpose.CHOICE
+        if rows.independent:
+            purpose, rules = Purpose.GUESS, replace(rules, seeds=round_seeds(rules.seeds, lengths))
         positions = (lengths[:, None] - torch.arange(REFED, 0, -1, device=device)).clamp(min=0)
         context = max(rows.host_lengths)
         guesses, probs = [], []

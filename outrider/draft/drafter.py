@@ -54,8 +54,11 @@ class Drafter(Protocol):
     def context_length(self) -> int | None:
         """Longest sequence it can draft for; None: any."""
 
-    def catch_up(self, rows: DraftRows, budget: int) -> int:
-        """Bring the only row's cache up to date by feeding at most `budget` tokens; give how many are still missing."""
+    def missing(self, slot: int, length: int) -> int:
+        """Count the tokens to feed before it can draft for a slot whose row has `length` tokens; 0 without a cache."""
+
+    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
+        """Feed the next `num_tokens` of the tokens that the only row's cache is missing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Guess up to `num_tokens` tokens for every row; always ``[B, num_tokens]``, lengths as they turn out."""

@@ -30,9 +30,12 @@ class NGramDrafter:
         self._max_size = max_size
         self._min_size = min_size
 
-    def catch_up(self, rows: DraftRows, budget: int) -> int:
+    def missing(self, slot: int, length: int) -> int:
         """Nothing is cached, so nothing is missing."""
         return 0
+
+    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
+        """Feed nothing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Copy up to `num_tokens` tokens from behind each row's best match."""

@@ -11,7 +11,7 @@ __all__ = ["Detokenizer"]
 
 CONTEXT_TOKENS = 6  # prompt tokens decoded along, so that a tokenizer's leading space comes out right
 UNFINISHED = "\ufffd"  # how a decoder shows bytes that do not make a character yet
-LONGEST_CHARACTER = 4  # bytes; what stays broken for longer is broken for good
+LONGEST_CHARACTER = 4  # bytes, so tokens at most
 
 
 class Detokenizer:
@@ -51,15 +51,22 @@ class Detokenizer:
         if self._tokenizer is None:
             return None
         self._ids.append(token)
-        whole = self._decode(self._prefix, len(self._ids))
-        if whole.endswith(UNFINISHED) and len(self._ids) - self._read < LONGEST_CHARACTER:
-            return None
-        return self._add(whole, watch=watch)
+        end = len(self._ids)
+        whole = self._decode(self._prefix, end)
+        if whole.endswith(UNFINISHED):
+            # A character that began LONGEST_CHARACTER tokens ago would be whole by now: what is older than that is
+            # broken for good, and only the rest may still become something.
+            end -= LONGEST_CHARACTER - 1
+            settled = self._decode(self._prefix, end) if end > self._read else ""
+            if not settled or not whole.startswith(settled):
+                return None
+            whole = settled
+        return self._add(whole, end, watch=watch)
 
     def finish(self) -> None:
         """Let out what was still waiting for the rest of a character."""
         if self._tokenizer is not None and self._read < len(self._ids):
-            self._add(self._decode(self._prefix, len(self._ids)), watch=False)
+            self._add(self._decode(self._prefix, len(self._ids)), len(self._ids), watch=False)
 
     def take(self, *, final: bool) -> str:
         """Give the text that is new since the last call and settled: no stop string can begin in it."""
@@ -67,11 +74,12 @@ class Detokenizer:
         new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
         return new
 
-    def _add(self, whole: str, *, watch: bool) -> str | None:
+    def _add(self, whole: str, end: int, *, watch: bool) -> str | None:
+        """Take in the text of the tokens from `_prefix` to `end`."""
         known = self._decode(self._prefix, self._read)
         before = len(self.text)
         self.text += whole[len(known) :]
-        self._prefix, self._read = self._read, len(self._ids)
+        self._prefix, self._read = self._read, end
         return self._cut(before) if watch and self._stop else None
 
     def _cut(self, before: int) -> str | None:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 
 from outrider.config import MAX_DRAFT_TOKENS, EngineConfig, SpeculationConfig, Verification
-from outrider.draft.drafter import DraftRows
-from outrider.engine.controller import Controller
-from outrider.engine.cost import measured
-from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
+from outrider.engine.round import RoundPlan, RoundResult, propose, verify
 from outrider.engine.scheduler import Scheduler
+from outrider.engine.speculator import Speculator
 from outrider.engine.state import DeviceState
 from outrider.model.kv_cache import BlockPool
 from outrider.outputs import TokenLogprob
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineFigures"]
 
 logger = logging.getLogger("outrider")
-MOST_FAILURES = 3  # of a drafter in a row, before it is switched off
 PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
 
 
@@ -44,8 +40,6 @@ class EngineFigures:
         self.drafted = 0
         self.accepted = 0
         self.tokens = 0
-        self.draft_failures = 0
-        self.draft_limit_stops = 0
         self.propose_seconds = 0.0
         self.verify_seconds = 0.0
 
@@ -71,7 +65,6 @@ class Engine:
     ) -> None:
         assert config.max_model_len is not None
         self.runner = runner
-        self.drafter = drafter
         self.config = config
         self.speculation = speculation
         self.figures = EngineFigures()
@@ -79,13 +72,23 @@ class Engine:
         if config.exact:  # every round has the same width
             self._lookahead = lookahead = speculation.num_speculative_tokens
         self.state = DeviceState(config.max_num_seqs, config.max_model_len, lookahead, runner.device)
-        self.scheduler = Scheduler(
-            self.state, BlockPool(num_blocks), self._forget, reserve=lookahead if config.exact else None
+        self.speculator = Speculator(
+            runner,
+            self.state,
+            drafter,
+            num_tokens=speculation.num_speculative_tokens,
+            longest=lookahead,
+            independent=speculation.verification.draws_guesses,
+            adaptive=not config.exact,
         )
-        self._controller: Controller | None = None
-        self._failures: dict[int, int] = {}  # of each drafter, in a row
-        self._drafters: list[Drafter] = [drafter] if drafter is not None else []
-        self._limited: WeakSet[Sequence] = WeakSet()  # told once that the draft reaches no further
+        self.scheduler = Scheduler(
+            self.state, BlockPool(num_blocks), self.speculator.release, reserve=lookahead if config.exact else None
+        )
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts for sequences that bring no drafter of their own."""
+        return self.speculator.drafter
 
     @property
     def longest_draft(self) -> int:
@@ -99,9 +102,7 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        own = sequence.request.drafter
-        if own is not None and own not in self._drafters:
-            self._drafters.append(own)
+        self.speculator.meet(sequence.request.drafter)
         self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
@@ -122,12 +123,13 @@ class Engine:
             return
         plan = self._plan(ready)
         began = time.perf_counter()
-        proposal = propose(plan, self.runner.vocab_size, self._draft_failed)
+        proposal, served = propose(plan, self.runner.vocab_size, self.speculator.failed)
         if not plan.fixed_width and self.runner.device.type == "cpu":
             proposal = proposal.narrowed(int(proposal.lengths.max()))
         middle = time.perf_counter()
         result = verify(plan, proposal, self.runner, self.state)
-        self._collect(ready, plan, result)
+        self.speculator.tell(served, plan, result.acceptance)
+        self._collect(ready, result)
         self.figures.propose_seconds += middle - began
         self.figures.verify_seconds += time.perf_counter() - middle
 
@@ -174,8 +176,7 @@ class Engine:
 
     def _plan(self, ready: list[Sequence]) -> RoundPlan:
         """Decide how far to draft for each row, and with which drafter."""
-        wanted = [self._draft_length(sequence, len(ready)) for sequence in ready]
-        wanted = self._caught_up(ready, wanted)
+        wanted = self.speculator.lengths(ready, self.config.prefill_chunk_size)
         for place, sequence in enumerate(ready):
             if wanted[place] and not self.scheduler.grow(sequence, len(sequence) + wanted[place]):
                 wanted[place] = 0  # no room for guesses: decode plainly rather than send somebody away
@@ -187,109 +188,18 @@ class Engine:
             rows=rows,
             allowance=torch.tensor(wanted + [0] * (len(rows.slots) - len(ready)), device=self.state.device),
             num_tokens=num_tokens,
-            drafting=self._shares(ready, wanted),
+            drafting=self.speculator.shares(ready, wanted),
             verification=self.speculation.verification,
             num_logprobs=max(asked) if asked else None,
             fixed_width=exact,
         )
 
-    def _shares(self, ready: list[Sequence], wanted: list[int]) -> tuple[Drafting, ...]:
-        shares = []
-        for drafter in self._drafters:
-            members = tuple(
-                place for place, one in enumerate(ready) if wanted[place] and self._drafter_of(one) is drafter
-            )
-            if members:
-                shares.append(Drafting(drafter, members))
-        return tuple(shares)
-
-    def _drafter_of(self, sequence: Sequence) -> Drafter | None:
-        own: Drafter | None = sequence.request.drafter
-        drafter = own if own is not None else self.drafter
-        return None if drafter is None or self._failures.get(id(drafter), 0) >= MOST_FAILURES else drafter
-
-    def _draft_length(self, sequence: Sequence, num_rows: int) -> int:
-        """Choose how many guesses to ask for: as wished, within what is left to generate and the draft's reach."""
-        drafter, params = self._drafter_of(sequence), sequence.request.params
-        if drafter is None:
-            return 0
-        asked = params.draft_length
-        most = self.speculation.num_speculative_tokens if asked is None else asked
-        most = min(most, self._lookahead, sequence.limit - len(sequence) - 1)
-        if drafter.context_length is not None and most > drafter.context_length - len(sequence):
-            most = max(0, drafter.context_length - len(sequence))
-            self._note_limit(sequence, drafter)
-        if most <= 0:
-            return 0
-        adaptive = params.speculation == "auto" and params.num_speculative_tokens is None and not self.config.exact
-        return self._control().length(sequence, drafter.name, most, num_rows) if adaptive else most
-
-    def _note_limit(self, sequence: Sequence, drafter: Drafter) -> None:
-        if sequence not in self._limited:
-            self._limited.add(sequence)
-            self.figures.draft_limit_stops += 1
-            logger.warning(
-                "request %s is longer than the draft's context of %s tokens: it goes on without guesses",
-                sequence.request.id, drafter.context_length,
-            )
-
-    def _control(self) -> Controller:
-        """Make the controller, on first need: it measures real passes for a moment."""
-        if self._controller is None:
-            most = min(self.speculation.num_speculative_tokens, self._lookahead)
-            self._controller = Controller(measured(self.runner, self.state, self._drafters, most))
-        return self._controller
-
-    def _caught_up(self, ready: list[Sequence], wanted: list[int]) -> list[int]:
-        """Let drafters feed what their caches lack, within a chunk a step; a row that still lags makes no guesses."""
-        budget = self.config.prefill_chunk_size
-        for place, sequence in enumerate(ready):
-            drafter = self._drafter_of(sequence)
-            if not wanted[place] or drafter is None:
-                continue
-            try:
-                lag = drafter.catch_up(self._draft_row(sequence), budget)
-            except Exception as error:  # noqa: BLE001 - whatever a drafter does, requests go on
-                self._draft_failed(drafter, error)
-                lag = 1
-            if lag:
-                wanted[place], budget = 0, 0
-        return wanted
-
-    def _draft_row(self, sequence: Sequence) -> DraftRows:
-        rows = self.state.gather([sequence])
-        return DraftRows(
-            rows.slots, rows.tokens, rows.lengths, rows.host_lengths, rows.tables, rows.start, rows.rules,
-            self.speculation.verification.draws_guesses,
-        )
-
-    def _draft_failed(self, drafter: Drafter, error: Exception) -> None:
-        """Count a failure; a drafter that fails again and again is switched off. Requests go on."""
-        self.figures.draft_failures += 1
-        count = self._failures.get(id(drafter), 0) + 1
-        self._failures[id(drafter)] = count
-        verdict = "switched off" if count >= MOST_FAILURES else "this round goes on without it"
-        logger.warning("drafter %s failed (%s: %s); %s", drafter.name, type(error).__name__, error, verdict)
-
-    def _forget(self, slot: int) -> None:
-        for drafter in self._drafters:
-            drafter.release(slot)
-
-    def _collect(self, ready: list[Sequence], plan: RoundPlan, result: RoundResult) -> None:
+    def _collect(self, ready: list[Sequence], result: RoundResult) -> None:
         """Read a round back: append tokens up to each sequence's end, keep the books, let go of what is finished."""
         tokens = result.acceptance.tokens.tolist()
         accepted = result.acceptance.num_accepted.tolist()
         drafted = result.proposal.lengths.tolist()
-        lengths = tuple(len(sequence) for sequence in ready)
         now = time.perf_counter()
-        for share in plan.drafting:
-            if any(drafted[member] for member in share.members):
-                self._failures.pop(id(share.drafter), None)
-            share.drafter.commit(
-                tuple(plan.rows.slots[m] for m in share.members),
-                tuple(lengths[m] for m in share.members),
-                tuple(accepted[m] for m in share.members),
-            )
         broken = result.broken.tolist()
         report = None if result.logprobs is None else [one.tolist() for one in result.logprobs]
         for row, sequence in enumerate(ready):
@@ -308,12 +218,12 @@ class Engine:
         self.figures.rounds += 1
 
     def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int) -> None:
-        """Count a round. What lies behind a text's end was judged but belongs to no text: it is not counted."""
-        drafted, accepted = min(drafted, kept), min(accepted, kept)
+        """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted."""
+        if kept <= accepted:
+            drafted = accepted = kept
         sequence.ledger.record(drafted, accepted)
         sequence.cached = len(sequence) - 1
-        if self._controller is not None:
-            self._controller.learn(sequence, drafted, accepted)
+        self.speculator.learn(sequence, drafted, accepted)
         self.figures.drafted += drafted
         self.figures.accepted += accepted
         self.figures.tokens += kept
@@ -333,6 +243,4 @@ def _report(sequence: Sequence, columns: list[list[Any]]) -> None:
     num_top = sequence.request.params.logprobs or 0
     begin = len(sequence.logprobs)
     for token, taken, ids, values in zip(sequence.output[begin:], *columns, strict=True):
-        sequence.logprobs.append(
-            TokenLogprob(token, taken, dict(zip(ids[:num_top], values[:num_top], strict=True)))
-        )
+        sequence.logprobs.append(TokenLogprob(token, taken, dict(zip(ids[:num_top], values[:num_top], strict=True))))

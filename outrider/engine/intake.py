@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.engine.detokenizer import Detokenizer
 from outrider.errors import InvalidRequestError
+from outrider.sampling.params import SamplingParams
 from outrider.sequence import Request, Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outrider.draft.drafter import Drafter
-    from outrider.sampling.params import SamplingParams
 
-__all__ = ["Intake", "Prompt"]
-
-Prompt = Any  # a string, token ids, or a mapping with "prompt" or "prompt_token_ids"
+__all__ = ["Intake", "listed", "paired"]
 
 
 class Intake:
@@ -159,3 +157,25 @@ class Intake:
                 if ids:
                     found[ids] = None
         return tuple(found)
+
+
+def listed(prompts: Any) -> list[Any]:
+    """Give a list of prompts for one prompt or many."""
+    if prompts is None:
+        raise InvalidRequestError("there is no prompt: pass a string, token ids, or a list of either")
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, list | tuple) and not (prompts and all(type(item) is int for item in prompts)):
+        return list(prompts)
+    return [prompts]
+
+
+def paired(prompts: list[Any], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
+    """Give each prompt its parameters."""
+    if isinstance(params, list | tuple):
+        if len(params) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts came with {len(params)} sampling parameters; give one each"
+            )
+        return list(params)
+    return [params or SamplingParams()] * len(prompts)

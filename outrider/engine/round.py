@@ -15,7 +15,8 @@ from outrider.config import Verification
 from outrider.draft.drafter import Drafter, DraftRows
 from outrider.proposal import Acceptance, Proposal
 from outrider.sampling.choose import TokenLogprobs, choose, distribution, logprobs
-from outrider.sampling.rules import Prefix
+from outrider.sampling.random import round_seeds
+from outrider.sampling.rules import Prefix, Rules
 from outrider.verify.coupled import verify_coupled
 from outrider.verify.rejection import verify_block, verify_rejection
 from outrider.verify.typical import verify_typical
@@ -77,21 +78,27 @@ class RoundResult:
     logprobs: TokenLogprobs | None
 
 
-def propose(plan: RoundPlan, vocab_size: int, on_failure: Callable[[Drafter, Exception], None]) -> Proposal:
-    """First half: let each drafter guess for its rows.
+def propose(
+    plan: RoundPlan, vocab_size: int, on_failure: Callable[[Drafter, Exception], None]
+) -> tuple[Proposal, tuple[Drafting, ...]]:
+    """First half: let each drafter guess for its rows; give the guesses, and whose they are.
 
     A drafter that raises costs its rows their guesses and nothing else; `on_failure` is told.
     """
     rows = plan.rows
     proposal = Proposal.empty(len(rows.slots), plan.num_tokens, rows.lengths.device)
+    served = []
     for share in plan.drafting:
         members = torch.tensor(share.members, device=rows.lengths.device)
         try:
             part = share.drafter.propose(_draft_rows(plan, share, members), plan.num_tokens)
+            if part.probs is not None and part.probs.shape[-1] != vocab_size:
+                raise ValueError(f"q is over {part.probs.shape[-1]} ids, but the target has {vocab_size}")
             proposal = proposal.with_rows(members, part)
+            served.append(share)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target goes on without
             on_failure(share.drafter, error)
-    return proposal.limited(plan.allowance, vocab_size)
+    return proposal.limited(plan.allowance, vocab_size), tuple(served)
 
 
 def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceState) -> RoundResult:
@@ -103,7 +110,7 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
     logits = runner.forward(fed, positions, rows.tables, context, rows.start)
     ends = rows.lengths[:, None] + steps
     tokens = rows.tokens.scatter(1, ends[:, :-1], proposal.tokens)
-    acceptance = judge(plan.verification, proposal, logits, rows, Prefix(tokens, ends))
+    acceptance = judge(plan.verification, proposal, logits, rows.rules, Prefix(tokens, ends))
     report = None if plan.num_logprobs is None else logprobs(logits, acceptance.tokens, plan.num_logprobs)
     commit(acceptance, rows, ends, state)
     # Where any logit is NaN, argmax finds that one: looking at the tokens taken is enough.
@@ -112,16 +119,16 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
 
 
 def judge(
-    verification: Verification, proposal: Proposal, logits: torch.Tensor, rows: Rows, prefix: Prefix
+    verification: Verification, proposal: Proposal, logits: torch.Tensor, rules: Rules, prefix: Prefix
 ) -> Acceptance:
     """Decide what to keep: logits ``[B, K+1, V]``, each position with its own prefix."""
     if verification is Verification.COUPLED or proposal.num_tokens == 0:
-        return verify_coupled(proposal, choose(logits, rows.rules, prefix))
-    p = distribution(logits, rows.rules, prefix)
+        return verify_coupled(proposal, choose(logits, rules, prefix))
+    p = distribution(logits, rules, prefix)
     if verification is Verification.TYPICAL:
-        return verify_typical(proposal, p, choose(logits, rows.rules, prefix))
+        return verify_typical(proposal, p, choose(logits, rules, prefix))
     judged = verify_block if verification is Verification.BLOCK else verify_rejection
-    return judged(proposal, p, rows.rules.seeds, prefix.ends)
+    return judged(proposal, p, round_seeds(rules.seeds, prefix.ends[:, 0]), prefix.ends)
 
 
 def commit(acceptance: Acceptance, rows: Rows, ends: torch.Tensor, state: DeviceState) -> None:

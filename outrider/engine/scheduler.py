@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from outrider.sequence import Sequence
 
 __all__ = ["Scheduler"]
+
+logger = logging.getLogger("outrider")
 
 
 class Scheduler:
@@ -68,9 +71,15 @@ class Scheduler:
             blocks = self._pool.allocate(needed)
             assert blocks is not None
             self.waiting.popleft()
-            self._state.admit(sequence)
-            self._state.extend(sequence, blocks)
             self.running.append(sequence)
+            try:
+                self._state.admit(sequence)
+                self._state.extend(sequence, blocks)
+            except Exception as error:
+                logger.exception("request %s could not be admitted and is ended", sequence.request.id)
+                sequence.blocks = blocks
+                self.retire(sequence)
+                sequence.fail(f"{type(error).__name__}: {error}")
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Own blocks for `num_tokens` tokens if they are to be had without hurting anybody."""

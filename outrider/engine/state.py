@@ -58,9 +58,7 @@ class DeviceState:
         width = max_length + lookahead + 1
         self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots + 1, dtype=torch.long, device=device)
-        self.tables = torch.full(
-            (num_slots + 1, blocks_for(width)), TRASH_BLOCK, dtype=torch.long, device=device
-        )
+        self.tables = torch.full((num_slots + 1, blocks_for(width)), TRASH_BLOCK, dtype=torch.long, device=device)
         self.rules = RuleTable(num_slots + 1, device)
         self.device = device
         self._free = list(range(num_slots - 1, -1, -1))

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 
 from outrider.model.kv_cache import BLOCK_SIZE, KVCache, LayerShape
+from outrider.model.load import set_attention
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION_NAME", "Probe", "Step", "attend", "register"]
+__all__ = ["ATTENTION_NAME", "Probe", "Step", "attend", "borrow", "give_back", "register"]
 
 ATTENTION_NAME = "outrider"
 EXACT_SPAN = 64  # in exact mode a query reads a multiple of this many slots, by its position alone
@@ -230,9 +233,30 @@ def _probe(
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def register() -> str:
-    """Make `attend` known to transformers, once; give the name to pass as ``attn_implementation``."""
+def register() -> None:
+    """Make `attend` known to transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attend)
-    return ATTENTION_NAME
+
+
+# How many runners use a model's modules, and the attention it had before the first: the last one gives it back.
+_borrowed: WeakKeyDictionary[PreTrainedModel, tuple[int, str]] = WeakKeyDictionary()
+
+
+def borrow(model: PreTrainedModel) -> None:
+    """Let a model attend with `attend` until `give_back` was called as often as this."""
+    register()
+    users, previous = _borrowed.get(model, (0, ""))
+    if not users:
+        previous = set_attention(model, ATTENTION_NAME)
+    _borrowed[model] = (users + 1, previous)
+
+
+def give_back(model: PreTrainedModel) -> None:
+    """Undo one `borrow`."""
+    users, previous = _borrowed.pop(model)
+    if users > 1:
+        _borrowed[model] = (users - 1, previous)
+    else:
+        set_attention(model, previous)

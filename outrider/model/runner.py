@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from outrider.errors import UnsupportedModelError
-from outrider.model.attention import ATTENTION_NAME, Probe, Step, register
+from outrider.model.attention import Probe, Step, borrow, give_back
 from outrider.model.kv_cache import KVCache, LayerShape
-from outrider.model.load import set_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,15 +65,14 @@ class TorchRunner:
         self.device = self.model.device
         self.dtype = self.model.dtype
         self._exact = exact
-        register()
-        self._previous_attention = set_attention(self.model, ATTENTION_NAME)
+        borrow(self.model)
         self.layers = self._probed()
         self._cache: KVCache | None = None
 
     def close(self) -> None:
         """Give the model its own attention back and drop the cache."""
         self._cache = None
-        set_attention(self.model, self._previous_attention)
+        give_back(self.model)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -149,7 +147,7 @@ class TorchRunner:
         try:
             self.model.base_model(input_ids=tokens, position_ids=positions, step=probe, use_cache=False)
         except Exception as error:
-            set_attention(self.model, self._previous_attention)
+            give_back(self.model)
             raise UnsupportedModelError(
                 f"{config.model_type}: its modules do not run with Outrider's attention ({error}); "
                 "serve a decoder-only model whose attention goes through transformers' AttentionInterface"
@@ -163,7 +161,7 @@ class TorchRunner:
         elif _windowed(config) and all(layer.sliding_window is None for layer in probe.layers.values()):
             problem = "its config has a sliding window, but its layers do not pass it on"
         if problem:
-            set_attention(self.model, self._previous_attention)
+            give_back(self.model)
             raise UnsupportedModelError(f"{config.model_type}: {problem}; no exact speculation is possible with it")
         return [probe.layers[index] for index in sorted(probe.layers)]
 

@@ -22,9 +22,7 @@ SHORTLIST = 1024  # on a CPU a filter usually needs no more than this many of th
 BANNED = float("-inf")
 
 
-def choose(
-    logits: torch.Tensor, rules: Rules, prefix: Prefix, purpose: Purpose = Purpose.CHOICE
-) -> torch.Tensor:
+def choose(logits: torch.Tensor, rules: Rules, prefix: Prefix, purpose: Purpose = Purpose.CHOICE) -> torch.Tensor:
     """Take a token at every position: logits ``[B, T, V]`` -> ids ``[B, T]``."""
     scores = shaped(logits, rules, prefix)
     if not rules.random:
@@ -111,8 +109,8 @@ def _penalised(scores: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tens
 def _ban(scores: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:
     """Rule out `ids` ``[B, T, N]`` (those that are ids at all) in place, where the condition holds."""
     known = where & (ids != NOTHING) & (ids < scores.shape[-1])
-    hits = torch.zeros_like(scores, dtype=torch.int8)
-    hits.scatter_add_(-1, ids.where(known, 0), known.to(torch.int8))
+    hits = torch.zeros_like(scores, dtype=torch.int32)
+    hits.scatter_add_(-1, ids.where(known, 0), known.int())
     scores.masked_fill_(hits > 0, BANNED)
 
 

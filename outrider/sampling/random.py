@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import torch
 
-__all__ = ["Purpose", "gumbel", "mixed_seed", "uniform"]
+__all__ = ["Purpose", "gumbel", "mixed_seed", "round_seeds", "uniform"]
 
 
 def _signed(value: int) -> int:
@@ -47,7 +47,16 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 def mixed_seed(seed: int, sample: int = 0) -> int:
     """Turn a user's seed and a sample's index into the 64 bits that key its streams."""
     key = torch.tensor([_signed(seed % (1 << 64))], dtype=torch.long)
-    return int(_mix(_mix(key + GAMMA) + sample * GAMMA).item())
+    return int(_mix(_mix(key + GAMMA) + _signed(sample * GAMMA % (1 << 64))).item())
+
+
+def round_seeds(seeds: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Give seeds for one round alone, by the length ``[B]`` that each row had before it.
+
+    Where a round's outcome depends on guesses and coins behind the place at which it stopped (block verification), the
+    next round must not meet the same numbers there again.
+    """
+    return _mix(seeds + _mix(lengths * GAMMA + GAMMA))
 
 
 def _keys(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
@@ -61,9 +70,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> t
     return (bits.float() + 0.5) * 2.0**-23
 
 
-def gumbel(
-    seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, tokens: torch.Tensor | int
-) -> torch.Tensor:
+def gumbel(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose, tokens: torch.Tensor | int) -> torch.Tensor:
     """Draw Gumbel(0, 1) noise: for all ids below an int V -> fp32 ``[B, T, V]``, or for ids ``[B, T, M]`` alone.
 
     ``-log(-log(u))`` with ``u = 1 - v`` and v drawn on 32 bits: the noise that decides (the largest) comes from small

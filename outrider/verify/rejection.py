@@ -34,9 +34,7 @@ def residual(p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor | float = 1.0
     return torch.where(mass > 0, left / mass.where(mass > 0, 1.0), p)
 
 
-def verify_rejection(
-    proposal: Proposal, p: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> Acceptance:
+def verify_rejection(proposal: Proposal, p: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> Acceptance:
     """Accept each guess with probability ``min(1, p/q)``, and draw from the residual at the first refusal.
 
     Args:
@@ -54,9 +52,7 @@ def verify_rejection(
     return _committed(proposal, accepted, rest, seeds, positions)
 
 
-def block_walk(
-    proposal: Proposal, p: torch.Tensor, q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def block_walk(proposal: Proposal, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give block verification's quantities: the acceptance chance h of each prefix ``[B, K]`` and its weight.
 
     The weight ``[B, K+1]`` is p_i of the paper: ``p_0 = 1``, ``p_i = min(p_{i-1} * p(x_i)/q(x_i), 1)``. A prefix of
@@ -78,9 +74,7 @@ def block_walk(
     return torch.where(last, weight[:, 1:], chance), weight
 
 
-def verify_block(
-    proposal: Proposal, p: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> Acceptance:
+def verify_block(proposal: Proposal, p: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> Acceptance:
     """Judge the guesses as one block: accept the longest prefix whose coin falls below its chance.
 
     Arguments as for `verify_rejection`. Never accepts fewer tokens in expectation.

@@ -18,7 +18,7 @@ from outrider.llm import LLM
 from outrider.model.attention import ATTENTION_NAME, register
 from outrider.model.facts import context_length
 from outrider.model.load import attention
-from outrider.wrap.settings import GenerationRequest, resolved
+from outrider.wrapping.settings import GenerationRequest, resolved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
-from outrider.wrap.wrapped import WrappedModel
+from outrider.wrapping.wrapped import WrappedModel
 
 __all__ = ["WrappedModel", "wrap"]
 
@@ -22,13 +20,3 @@ def wrap(model: Any, tokenizer: Any = None) -> WrappedModel:
         tokenizer: Its tokenizer; needed for `stop_strings` alone.
     """
     return WrappedModel(model, tokenizer)
-
-
-class _CallableModule(ModuleType):
-    """Importing this module makes it the package's attribute `wrap`, in place of the function: so it can be called."""
-
-    def __call__(self, model: Any, tokenizer: Any = None) -> WrappedModel:
-        return wrap(model, tokenizer)
-
-
-sys.modules[__name__].__class__ = _CallableModule
