@@ -67,8 +67,8 @@ class SpeculationConfig:
     model: Any = None
     num_speculative_tokens: int = 5
     verification: Verification = Verification.COUPLED
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 8
+    prompt_lookup_min: int = 1
     allow_failure: bool = False
 
     def __post_init__(self) -> None:

@@ -86,8 +86,8 @@ class LLM:
         kv_cache_bytes: int | None = None,
         prefill_chunk_size: int = 512,
         seed: int | None = None,
-        prompt_lookup_max: int = 4,
-        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 8,
+        prompt_lookup_min: int = 1,
         tensor_parallel_size: int = 1,
     ) -> None:
         if tensor_parallel_size != 1:
@@ -330,6 +330,6 @@ class LLM:
             shared = check_vocabulary(self.loaded, model.loaded)
             runner = self._runner(model.loaded)
             runner.allocate(self._num_blocks)
-            name = f"draft_model:{model.loaded.name}"
+            name = f"draft_model:{model.loaded.name}:{len(self._drafters) + 1}"  # costs are kept by name
             self._drafters[id(model)] = (model, DraftModelDrafter(runner, self.loaded.vocab_size, shared.size, name))
         return self._drafters[id(model)][1]

@@ -71,11 +71,9 @@ def optimized(loaded: LoadedModel, source: Any, quantization: str | None) -> Loa
         ConfigError: Quantisation is asked for a model that the caller still holds, or that cannot take it.
     """
     from outrider.model.fuse import optimize
-    from outrider.model.layer import speed_up_layers
 
     if source is None or isinstance(source, str) or hasattr(source, "__fspath__"):
         optimize(loaded.model, quantization=cast("Quantization | None", quantization))  # it refuses others
-        speed_up_layers(loaded.model)
     elif quantization is not None:
         raise ConfigError(
             f"quantization={quantization!r} would change the model object that was passed in; "

@@ -353,9 +353,6 @@ def test_a_refused_request_among_many_starts_nothing(pair: LLM) -> None:
     assert pair.engine.figures.rounds == rounds and not pair.engine.busy
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason="core bug: parameters of another type fail rawly in Intake"
-)
 def test_parameters_of_another_type_are_refused(plain: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         plain.generate(PROMPT, {"temperature": 0})

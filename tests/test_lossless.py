@@ -164,7 +164,7 @@ def check_equal_to_base(
     if isinstance(drafter, ScriptedDrafter):
         pairs = zip(jobs, wanted, strict=True)
         drafter.texts = [prompt + output for (prompt, _), outputs in pairs for output in outputs]
-    llm.engine.speculator._failures.clear()  # a drafter that was switched off in an earlier scenario gets another chance
+    llm.engine.speculator._failures.clear()  # one that was switched off in an earlier scenario gets another chance
     try:
         made = generate_staggered(llm, jobs) if staggered else generate_together(llm, jobs)
     except BaseException:

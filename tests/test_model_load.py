@@ -700,3 +700,9 @@ def test_ignoring_the_soft_cap_changes_the_text() -> None:
     prompt = [5, 17, 60, 33]
     without = tiny_family("gemma2", attn_logit_softcapping=None)
     assert greedy(tiny_family("gemma2"), prompt, 12) != greedy(without, prompt, 12)
+
+
+def test_a_broken_generation_config_is_no_reason_to_stop(tmp_path: Path) -> None:
+    folder = save(tiny_target(), byte_tokenizer(), tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"early_stopping": "x", "eos_token_id": 5}')
+    assert load_model(str(folder)).eos_token_ids

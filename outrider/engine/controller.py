@@ -1,23 +1,26 @@
 """How far to draft: as far as it pays, by measured cost and by each sequence's own agreement so far.
 
-A chain of k guesses of which each agrees with chance a gives ``E(k) = 1 + a + ... + a^k`` tokens a round; it is worth
-``E(k) / (V(k+1) + D(k))``, V the target's pass by width and D the drafting, both measured on this machine. The
-estimate of a looks at past rounds alone, so no decision depends on a token that is still to be judged.
+A chain of k guesses gives ``E(k) = 1 + a_1 + ... + a_k`` tokens a round, a_j the chance that its first j guesses all
+agree; it is worth ``E(k) / (V(k+1) + D(k))``, V the target's pass by width and D the drafting, both measured on this
+machine. The estimates look at past rounds alone, so no decision depends on a token that is still to be judged.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from outrider.sequence import Sequence
 
 __all__ = ["Controller", "CostModel"]
 
 PRIOR_AGREEMENT = 0.7
 PRIOR_WEIGHT = 2.0
+LEANING_WEIGHT = 1.0  # of the place before, in a place's own estimate
 MEMORY = 0.9  # weight that the past keeps with each round of guesses
 TRIAL_ROUNDS = 2  # every sequence's first rounds draft in full: they measure
 PROBE_LENGTH = 2
@@ -56,25 +59,36 @@ def _interpolated(points: tuple[tuple[int, float], ...], at: int) -> float:
 
 
 class _Pace:
-    """One sequence's agreement and whether it is resting from speculation."""
+    """One sequence's agreement by place in the chain, and whether it is resting from speculation."""
 
     def __init__(self) -> None:
-        self.right = PRIOR_AGREEMENT * PRIOR_WEIGHT
-        self.judged = PRIOR_WEIGHT
+        self.right: list[float] = []
+        self.judged: list[float] = []
         self.rounds = 0
         self.pause = FIRST_PAUSE
         self.rested = 0
 
-    @property
-    def agreement(self) -> float:
-        """Estimated chance that a guess agrees, given that those before it did."""
-        return self.right / self.judged
+    def agreements(self, most: int) -> Iterator[float]:
+        """Estimate for each place the chance that its guess agrees, given that those before it did.
+
+        A place leans on the one before it until it has been seen often enough itself: guesses that came far go on
+        agreeing (a copied passage), so one number for all places would cut chains too short.
+        """
+        chance, weight = PRIOR_AGREEMENT, PRIOR_WEIGHT
+        for place in range(most):
+            if place < len(self.judged):
+                chance = (self.right[place] + weight * chance) / (self.judged[place] + weight)
+            weight = LEANING_WEIGHT
+            yield chance
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Take in a round: of the guesses that were reached, all but perhaps the last agreed."""
         self.rounds += 1
-        self.right = self.right * MEMORY + accepted
-        self.judged = self.judged * MEMORY + min(drafted, accepted + 1)
+        for column in (self.right, self.judged):
+            column[:] = [MEMORY * value for value in column] + [0.0] * (drafted - len(column))
+        for place in range(min(drafted, accepted + 1)):
+            self.judged[place] += 1
+            self.right[place] += place < accepted
 
 
 class Controller:
@@ -89,7 +103,7 @@ class Controller:
         pace = self._pace(sequence)
         if most == 0 or pace.rounds < TRIAL_ROUNDS:
             return most
-        best = self._best(pace.agreement, drafter, most, num_rows)
+        best = self._best(pace, drafter, most, num_rows)
         if best:
             pace.pause, pace.rested = FIRST_PAUSE, 0
             return best
@@ -99,6 +113,14 @@ class Controller:
         pace.pause, pace.rested = min(2 * pace.pause, LONGEST_PAUSE), 0
         return min(PROBE_LENGTH, most)
 
+    def note_cost(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> None:
+        """Take in what a drafter costs: guesses -> seconds."""
+        self._cost = replace(self._cost, draft={**self._cost.draft, drafter: seconds})
+
+    def knows(self, drafter: str) -> bool:
+        """Whether the drafter's cost is known."""
+        return drafter in self._cost.draft
+
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Take in how a sequence's guesses fared."""
         if drafted:
@@ -107,10 +129,10 @@ class Controller:
     def _pace(self, sequence: Sequence) -> _Pace:
         return self._paces.setdefault(sequence, _Pace())
 
-    def _best(self, agreement: float, drafter: str, most: int, num_rows: int) -> int:
+    def _best(self, pace: _Pace, drafter: str, most: int, num_rows: int) -> int:
         best, best_worth = 0, 1 / self._cost.verify_seconds(num_rows)
         tokens, chance = 1.0, 1.0
-        for length in range(1, most + 1):
+        for length, agreement in enumerate(pace.agreements(most), 1):
             chance *= agreement
             tokens += chance
             seconds = self._cost.verify_seconds(num_rows * (length + 1)) + self._cost.draft_seconds(drafter, length)

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from outrider.engine.state import DeviceState
     from outrider.model.runner import Runner
 
-__all__ = ["measured"]
+__all__ = ["measured", "measured_draft"]
 
 logger = logging.getLogger("outrider")
 CONTEXT = 128  # cached tokens that the measured pass looks back on
 REPEATS = 4
 
 
-def measured(runner: Runner, state: DeviceState, drafters: list[Drafter], most: int) -> CostModel:
-    """Time target passes of 1 to ``most + 1`` tokens, and chains of up to `most` guesses.
+def measured(runner: Runner, state: DeviceState, most: int) -> CostModel:
+    """Time target passes of 1 to ``most + 1`` tokens.
 
-    Takes about as long as thirty plain rounds. Widths take turns, so that a slow moment hits all of them, and the best
+    Takes about as long as twenty plain rounds. Widths take turns, so that a slow moment hits all of them, and the best
     of a few runs counts, since noise only ever adds.
     """
     rows = _idle_rows(state)
@@ -38,14 +38,18 @@ def measured(runner: Runner, state: DeviceState, drafters: list[Drafter], most: 
     target = _fastest({width: partial(_pass, runner, rows, width) for width in widths}, runner.device)
     for narrow, wide in reversed(list(pairwise(widths))):
         target[narrow] = min(target[narrow], target[wide])  # a narrower pass never costs more
-    draft = {}
-    for drafter in drafters:
+    return CostModel(tuple(target.items()), {})
+
+
+def measured_draft(drafter: Drafter, state: DeviceState, most: int) -> tuple[tuple[int, float], ...]:
+    """Time chains of 1 and `most` guesses; nothing where the drafter cannot be timed."""
+    rows = _idle_rows(state)
+    try:
         chains = {length: partial(drafter.propose, rows, length) for length in sorted({1, most})}
-        try:
-            draft[drafter.name] = tuple(_fastest(chains, runner.device).items())
-        except Exception as error:  # noqa: BLE001 - it will fail in its rounds too, where that is dealt with
-            logger.debug("drafter %s could not be timed: %s", drafter.name, error)
-    return CostModel(tuple(target.items()), draft)
+        return tuple(_fastest(chains, state.device).items())
+    except Exception as error:  # noqa: BLE001 - it will fail in its rounds too, where that is dealt with
+        logger.debug("drafter %s could not be timed: %s", drafter.name, error)
+        return ()
 
 
 def _idle_rows(state: DeviceState) -> DraftRows:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineFigures"]
 
 logger = logging.getLogger("outrider")
+LEAST_CATCH_UP = 16  # tokens a step that lagging drafts may feed: more than a step adds, so that they do catch up
 PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
 
 
@@ -176,7 +177,7 @@ class Engine:
 
     def _plan(self, ready: list[Sequence]) -> RoundPlan:
         """Decide how far to draft for each row, and with which drafter."""
-        wanted = self.speculator.lengths(ready, self.config.prefill_chunk_size)
+        wanted = self.speculator.lengths(ready, max(self.config.prefill_chunk_size, LEAST_CATCH_UP))
         for place, sequence in enumerate(ready):
             if wanted[place] and not self.scheduler.grow(sequence, len(sequence) + wanted[place]):
                 wanted[place] = 0  # no room for guesses: decode plainly rather than send somebody away

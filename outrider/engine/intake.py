@@ -61,6 +61,7 @@ class Intake:
         Raises:
             InvalidRequestError: The prompt is empty, too long or holds unknown ids, or a parameter does not fit.
         """
+        params = _checked(params)
         text, ids = self._tokenized(prompt)
         self._check_prompt(ids)
         self._check_params(params)
@@ -108,9 +109,9 @@ class Intake:
             return prompt, list(self._tokenizer(prompt, verbose=False).input_ids)
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
-        if not isinstance(prompt, list | tuple) or not all(type(item) is int for item in prompt):
-            raise InvalidRequestError(f"a prompt must be a string or a list of token ids, got {prompt!r:.200}")
-        return None, list(prompt)
+        if isinstance(prompt, list | tuple) and all(_is_id(item) for item in prompt):
+            return None, [int(item) for item in prompt]
+        raise InvalidRequestError(f"a prompt must be a string or a list of token ids, got {prompt!r:.200}")
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
@@ -159,13 +160,18 @@ class Intake:
         return tuple(found)
 
 
+def _is_id(item: Any) -> bool:
+    """Whether it is an integer, of Python's or numpy's."""
+    return hasattr(item, "__index__") and not isinstance(item, bool)
+
+
 def listed(prompts: Any) -> list[Any]:
     """Give a list of prompts for one prompt or many."""
     if prompts is None:
         raise InvalidRequestError("there is no prompt: pass a string, token ids, or a list of either")
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
-    if isinstance(prompts, list | tuple) and not (prompts and all(type(item) is int for item in prompts)):
+    if isinstance(prompts, list | tuple) and not (prompts and all(_is_id(item) for item in prompts)):
         return list(prompts)
     return [prompts]
 
@@ -179,3 +185,11 @@ def paired(prompts: list[Any], params: SamplingParams | list[SamplingParams] | N
             )
         return list(params)
     return [params or SamplingParams()] * len(prompts)
+
+
+def _checked(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling parameters must be SamplingParams, got {params!r:.100}; write SamplingParams(temperature=0, ...)"
+        )
+    return params

@@ -45,11 +45,17 @@ def sized(
     blocks = budget // (bytes_per_slot * BLOCK_SIZE) - RESERVED
     room = lookahead if config.exact else 0  # exact mode reserves a sequence's guesses too
     fits = (blocks * BLOCK_SIZE - room) if blocks > 0 else 0
-    if fits < min(longest, 2) or (config.max_model_len is not None and fits < longest):
+    if fits < 2:
+        least = bytes_per_slot * BLOCK_SIZE * (RESERVED + blocks_for(longest + room))
         raise CapacityError(
-            f"a KV budget of {budget / 2**20:.1f} MiB holds {max(fits, 0)} tokens at {bytes_per_slot} bytes each, "
+            f"a KV budget of {budget} bytes holds no sequence at all; {least} would hold one of {longest} tokens: "
+            "raise kv_cache_bytes (or gpu_memory_utilization)"
+        )
+    if config.max_model_len is not None and fits < longest:
+        raise CapacityError(
+            f"a KV budget of {budget / 2**20:.1f} MiB holds {fits} tokens at {bytes_per_slot} bytes each, "
             f"but max_model_len is {longest}; raise kv_cache_bytes (or gpu_memory_utilization), or set "
-            f"max_model_len={max(fits, 0)} or less"
+            f"max_model_len={fits} or less"
         )
     longest = min(longest, fits)
     most_useful = config.max_num_seqs * blocks_for(longest + lookahead)

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from outrider.draft.drafter import DraftRows
 from outrider.engine.controller import Controller
-from outrider.engine.cost import measured
+from outrider.engine.cost import measured, measured_draft
 from outrider.engine.round import Drafting
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Speculator:
             self._note_limit(sequence, drafter)
         if most <= 0 or not self._adaptive or asked is not None:
             return max(0, most)
-        return self._control().length(sequence, drafter.name, most, num_rows)
+        return self._control(drafter).length(sequence, drafter.name, most, num_rows)
 
     def _note_limit(self, sequence: Sequence, drafter: Drafter) -> None:
         if sequence not in self._limited:
@@ -129,11 +129,13 @@ class Speculator:
             words = "request %s is longer than the draft's context of %s tokens: it goes on without guesses"
             logger.warning(words, sequence.request.id, drafter.context_length)
 
-    def _control(self) -> Controller:
-        """Make the controller, on first need: it measures real passes for a moment."""
+    def _control(self, drafter: Drafter) -> Controller:
+        """Make the controller on first need, and time each drafter on first sight: real passes, for a moment."""
+        most = max(1, min(self._num_tokens, self._longest))
         if self._controller is None:
-            most = max(1, min(self._num_tokens, self._longest))
-            self._controller = Controller(measured(self._runner, self._state, self._drafters, most))
+            self._controller = Controller(measured(self._runner, self._state, most))
+        if not self._controller.knows(drafter.name):
+            self._controller.note_cost(drafter.name, measured_draft(drafter, self._state, most))
         return self._controller
 
     def _draft_row(self, sequence: Sequence) -> DraftRows:

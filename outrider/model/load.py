@@ -206,6 +206,7 @@ def _read_weights(
                 use_safetensors=True,
                 key_mapping=keys,
                 output_loading_info=True,
+                generation_config=_read_defaults(checkpoint, config),
                 **place,
             )
             model: Any = loaded[0].to(device)
@@ -221,6 +222,19 @@ def _read_weights(
     check_model(model, name)
     ready: PreTrainedModel = model.eval().requires_grad_(False)
     return ready
+
+
+def _read_defaults(checkpoint: Checkpoint, config: PreTrainedConfig) -> Any:
+    """The checkpoint's generation defaults. Only their end ids matter here, so a broken file is no reason to stop."""
+    from transformers import GenerationConfig
+
+    if not (checkpoint.path / "generation_config.json").is_file():
+        return GenerationConfig.from_model_config(config)
+    try:
+        return GenerationConfig.from_pretrained(checkpoint.path)
+    except (ValueError, TypeError, OSError) as error:
+        logger.warning("%s: generation_config.json is not used (%s)", checkpoint.name, first_line(error))
+        return GenerationConfig.from_model_config(config)
 
 
 def _has_accelerate() -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from outrider.errors import UnsupportedModelError
 from outrider.model.attention import Probe, Step, borrow, give_back
+from outrider.model.decoder import decoder_for
 from outrider.model.kv_cache import KVCache, LayerShape
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class TorchRunner:
         self._exact = exact
         borrow(self.model)
         self.layers = self._probed()
+        self._decoder = decoder_for(self.model)
         self._cache: KVCache | None = None
 
     def close(self) -> None:
@@ -112,6 +114,8 @@ class TorchRunner:
             Logits in fp32, ``[B, T, V]``.
         """
         step, positions = self._step(positions, tables, context, start)
+        if self._decoder is not None:
+            return self._decoder(tokens, positions, step).float()
         output = self.model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
         logits: torch.Tensor = output.logits
         return logits.float()
@@ -127,7 +131,10 @@ class TorchRunner:
     ) -> None:
         """Run the model for its keys and values alone; arguments as for `forward`."""
         step, positions = self._step(positions, tables, context, start)
-        self.model.base_model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
+        if self._decoder is not None:
+            self._decoder.hidden(tokens, positions, step)
+        else:
+            self.model.base_model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
 
     def _step(
         self, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
