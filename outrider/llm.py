@@ -108,14 +108,12 @@ class LLM:
         self._lock = threading.RLock()
         self._owned: list[TorchRunner] = []
         self._drafters: dict[int, tuple[Any, Drafter]] = {}
-        self.loaded = optimized(
-            load_model(model, dtype=dtype, device=resolve_device(device), revision=revision, tokenizer=tokenizer),
-            model,
-            quantization,
-        )
+        where = resolve_device(device, model)
+        loaded = load_model(model, dtype=dtype, device=where, revision=revision, tokenizer=tokenizer)
+        self.loaded = optimized(loaded, model, quantization)
         try:
             runner = self._runner(self.loaded, exact=exact)
-            draft = self._draft(speculation, draft_dtype or dtype, draft_device or self.loaded.device)
+            draft = self._draft(speculation, draft_dtype, draft_device, like=dtype)
             self._start(runner, draft, config, speculation)
         except BaseException:
             self.close()  # a model object that was passed in gets its attention back
@@ -293,16 +291,25 @@ class LLM:
         return runner
 
     def _draft(
-        self, speculation: SpeculationConfig, dtype: torch.dtype | str | None, device: torch.device | str
+        self,
+        speculation: SpeculationConfig,
+        dtype: torch.dtype | str | None,
+        device: torch.device | str | None,
+        *,
+        like: torch.dtype | str | None,
     ) -> TorchRunner | None:
+        """Load the draft, as the target is where nothing else is asked; a model object stays as it is."""
         if speculation.method is not Method.DRAFT_MODEL:
             return None
         source = speculation.model
+        if not hasattr(source, "device"):
+            dtype, device = dtype or like, device or self.loaded.device
         try:
             if isinstance(source, LLM):
                 loaded = source.loaded
             else:
-                loaded = optimized(load_model(source, dtype=dtype, device=device), source, None)
+                loaded = load_model(source, dtype=dtype, device=resolve_device(device, source))
+                loaded = optimized(loaded, source, None)
             check_vocabulary(self.loaded, loaded)
             return self._runner(loaded)
         except OutriderError as error:

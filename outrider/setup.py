@@ -40,12 +40,14 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
     return SpeculationConfig(**settings)
 
 
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """Give the device named, or a card where there is one.
+def resolve_device(device: torch.device | str | None, source: Any = None) -> torch.device:
+    """Give the device named; or the one that a loaded `source` is on; or a card where there is one.
 
     Raises:
         ConfigError: There is no device of that name.
     """
+    if device is None and isinstance(getattr(source, "device", None), torch.device):
+        return source.device  # type: ignore[no-any-return]
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -52,10 +52,11 @@ def test_product_is_near_the_plain_one(kind: str, bound: float, dtype: torch.dty
 
 @pytest.mark.parametrize("shape", [(96, 64), (64, 1536), (2048, 2048)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["packed", "int8", "int4"])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_quantised_row_has_the_same_bits_among_any_number_of_rows(
     kind: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
+    """Packed bf16 does not promise this: on a CPU with AMX the bits change between 2 and 16 rows."""
     layer = build(kind, *weights(*shape, dtype))
     x = torch.randn(16, shape[1]).to(dtype)
     expected = layer(x)

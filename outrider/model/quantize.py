@@ -1,9 +1,10 @@
 """Linear layers for decode steps on a CPU: prepacked for oneDNN, int8 or int4.
 
-Every kernel here is *row-independent* (a single bf16 row apart, see `PackedLinear`): the bits of one output row depend
-on that input row and the weight alone, not on the other rows, on the row's place, nor on how many rows there are.
-Verification needs that, since it computes in one six-row product what plain decoding computes in six one-row products.
-fbgemm's dynamic int8 is absent for that reason: it scales all rows by their common maximum.
+Every kernel here is *row-independent*: in a product of a given number of rows, the bits of one output row depend on
+that input row and the weight alone, not on the other rows nor on the row's place. Exact verification needs that, and
+feeds every round the same number of rows. fbgemm's dynamic int8 is absent for that reason: it scales all rows by their
+common maximum. int8 and int4 also give the same bits for any number of rows. Packed bf16 does so on a Zen 4 from two
+rows on (about 105 shapes), but not on an Intel CPU with AMX (2048 x 2048, 2 against 16 rows).
 
 Measured (Zen 4, 2 cores, the layers of SmolLM2-135M without its head, streamed, ms at 1 / 2 / 4 / 6 / 8 / 16 rows; the
 machine was not idle, so read 20 % as noise):
@@ -45,8 +46,8 @@ class PackedLinear(nn.Module):
     The packed weight is opaque: it is no parameter or buffer, cannot be moved, saved or trained.
 
     A single row may take another summation order than several. In fp32 it does from 1536 inputs on, so one row is
-    computed as two (22 ms against 22 above). In bf16 it did in 1 of 105 shapes tried (192 x 2304), where doubling
-    cost more than it brings: whoever needs exactness in bf16 feeds two rows at least. From two rows on, all agreed.
+    computed as two (22 ms against 22 above). In bf16 it did in 1 of 105 shapes tried on a Zen 4 (192 x 2304), where
+    doubling cost more than it brings: whoever needs exactness in bf16 feeds a fixed number of rows.
 
     Args:
         weight: [out, in], fp32 or bf16, on the CPU. Copied; the caller drops the original.
