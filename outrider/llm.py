@@ -132,6 +132,7 @@ class LLM:
         for one in self._owned:
             one.allocate(self._num_blocks)
         self.engine = Engine(runner, self._drafter(draft, speculation), config, speculation, self._num_blocks)
+        self.engine.prepare()
         assert config.max_model_len is not None
         self.intake = Intake(
             self.tokenizer,

@@ -32,6 +32,9 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
             raise ConfigError(
                 f"speculative_config does not know {', '.join(map(repr, unknown))}; it knows {', '.join(sorted(known))}"
             )
+        if given.get("draft_tensor_parallel_size", 1) != 1:
+            wanted = given["draft_tensor_parallel_size"]
+            raise ConfigError(f"draft_tensor_parallel_size={wanted!r} is not supported yet; leave it at 1")
         settings |= {name: value for name, value in given.items() if name in known}
     if isinstance(settings["model"], str) and settings["model"] in NGRAM_MODELS:
         settings |= {"model": None, "method": settings["method"] or Method.NGRAM}

@@ -14,7 +14,7 @@ from outrider.cli.spellings import LlamaSpellings
 
 __all__ = ["app", "main"]
 
-ABOUT = """Generate text with a large language model, two to four times faster, without changing a single token.
+ABOUT = """Generate text with a large language model, faster, without changing a single token.
 
 A cheap drafter guesses the next tokens; the model checks all guesses in one pass and keeps those that it would have
 written itself. The text is the model's own, for sampling too: with the same seed it is the same with and without

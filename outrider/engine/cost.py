@@ -25,6 +25,7 @@ __all__ = ["measured", "measured_draft"]
 logger = logging.getLogger("outrider")
 CONTEXT = 128  # cached tokens that the measured pass looks back on
 REPEATS = 4
+PATIENCE = 2.0  # seconds after which no more repeats are begun: a large model on a CPU is timed once
 
 
 def measured(runner: Runner, state: DeviceState, most: int) -> CostModel:
@@ -74,14 +75,16 @@ def _pass(runner: Runner, rows: DraftRows, width: int) -> None:
 
 
 def _fastest(work: Mapping[int, Callable[[], object]], device: torch.device) -> dict[int, float]:
-    """Give each piece of work's best time, in seconds."""
-    best = dict.fromkeys(work, float("inf"))
+    """Give each piece of work's best time, in seconds. The first run warms up, and counts only where it must."""
+    times: dict[int, list[float]] = {size: [] for size in work}
+    started = time.perf_counter()
     for attempt in range(REPEATS + 1):
+        if attempt and time.perf_counter() - started > PATIENCE:
+            break
         for size, run in work.items():
             began = time.perf_counter()
             run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if attempt:  # the first warms up
-                best[size] = min(best[size], time.perf_counter() - began)
-    return best
+            times[size].append(time.perf_counter() - began)
+    return {size: min(taken[1:] or taken) for size, taken in times.items()}

@@ -86,6 +86,11 @@ class Engine:
             self.state, BlockPool(num_blocks), self.speculator.release, reserve=lookahead if config.exact else None
         )
 
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Do once what would otherwise delay the first request."""
+        self.speculator.prepare()
+
     @property
     def drafter(self) -> Drafter | None:
         """What drafts for sequences that bring no drafter of their own."""

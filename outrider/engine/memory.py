@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sized"]
 
+logger = logging.getLogger("outrider")
 CPU_SHARE = 0.25  # of the memory that is free, where no budget is given
 
 
@@ -57,7 +60,9 @@ def sized(
             f"but max_model_len is {longest}; raise kv_cache_bytes (or gpu_memory_utilization), or set "
             f"max_model_len={fits} or less"
         )
-    longest = min(longest, fits)
+    if fits < longest:
+        logger.warning("max_model_len is %d, not the model's %d: no more fits into the KV budget", fits, longest)
+        longest = fits
     most_useful = config.max_num_seqs * blocks_for(longest + lookahead)
     return replace(config, max_model_len=longest), min(blocks, most_useful) + RESERVED
 
@@ -69,4 +74,13 @@ def _budget(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * config.gpu_memory_utilization) - (total - free))
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+    return int(_free_memory() * CPU_SHARE)
+
+
+def _free_memory() -> int:
+    """Bytes of main memory that can be had: free, or held by caches that give way."""
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux: half of what is built in
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

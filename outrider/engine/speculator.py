@@ -68,6 +68,11 @@ class Speculator:
         if drafter is not None and drafter not in self._drafters:
             self._drafters.append(drafter)
 
+    def prepare(self) -> None:
+        """Measure what passes and drafts cost now, rather than in the first request's time."""
+        if self._adaptive and self.drafter is not None:
+            self._control(self.drafter)
+
     # --- before a round
 
     def lengths(self, ready: list[Sequence], budget: int) -> list[int]:
