@@ -169,6 +169,8 @@ class LLM:
         Raises:
             InvalidRequestError: Some prompt or parameter is wrong; then nothing was generated.
         """
+        if prompts is not None and prompt_token_ids is not None:
+            raise InvalidRequestError("pass the prompts once: as `prompts` or as `prompt_token_ids`, not both")
         many = listed(prompt_token_ids if prompts is None else prompts)
         each = paired(many, sampling_params)
         with self._lock:

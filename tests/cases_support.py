@@ -337,7 +337,7 @@ def sampled(
     )
     index = torch.arange(num_runs)
     drafted = accepted = 0
-    shares = () if drafter is None else (Drafting(drafter, tuple(range(num_runs))),)
+    shares = () if drafter is None else (Drafting(drafter, tuple(range(num_runs)), torch.arange(num_runs)),)
     while int(state.lengths[:-1].min()) < 1 + num_tokens:
         lengths = state.lengths[:-1].clone()
         done = lengths > num_tokens

@@ -50,3 +50,8 @@ def test_a_hybrid_is_refused_by_layer_type_before_its_weights(tmp_path: Path) ->
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"qwen3_next.*'linear_attention'.*rolled back.*use a decoder-only"):
         LLM(model=str(tmp_path))
+
+
+def test_exact_mode_is_refused_where_experts_make_rows_depend_on_each_other() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"exact=True cannot be kept for qwen3_moe"):
+        LLM(tiny_family("qwen3_moe"), exact=True)

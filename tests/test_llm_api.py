@@ -356,3 +356,8 @@ def test_a_refused_request_among_many_starts_nothing(pair: LLM) -> None:
 def test_parameters_of_another_type_are_refused(plain: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="SamplingParams"):
         plain.generate(PROMPT, {"temperature": 0})
+
+
+def test_prompts_given_twice_are_refused(plain: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="pass the prompts once"):
+        plain.generate(PROMPT, prompt_token_ids=[1, 2])

@@ -32,10 +32,17 @@ __all__ = ["Drafting", "RoundPlan", "RoundResult", "propose", "verify"]
 
 @dataclass(frozen=True)
 class Drafting:
-    """One drafter's share of a round: which rows it drafts for, by their place in the plan."""
+    """One drafter's share of a round.
+
+    Attributes:
+        drafter: Who guesses.
+        members: The rows it guesses for, by their place in the plan.
+        index: The same on the device, ``[b]``.
+    """
 
     drafter: Drafter
     members: tuple[int, ...]
+    index: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -89,12 +96,11 @@ def propose(
     proposal = Proposal.empty(len(rows.slots), plan.num_tokens, rows.lengths.device)
     served = []
     for share in plan.drafting:
-        members = torch.tensor(share.members, device=rows.lengths.device)
         try:
-            part = share.drafter.propose(_draft_rows(plan, share, members), plan.num_tokens)
+            part = share.drafter.propose(_draft_rows(plan, share), plan.num_tokens)
             if part.probs is not None and part.probs.shape[-1] != vocab_size:
                 raise ValueError(f"q is over {part.probs.shape[-1]} ids, but the target has {vocab_size}")
-            proposal = proposal.with_rows(members, part)
+            proposal = proposal.with_rows(share.index, part)
             served.append(share)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target goes on without
             on_failure(share.drafter, error)
@@ -138,16 +144,16 @@ def commit(acceptance: Acceptance, rows: Rows, ends: torch.Tensor, state: Device
     state.lengths[state.idle] = 1
 
 
-def _draft_rows(plan: RoundPlan, share: Drafting, members: torch.Tensor) -> DraftRows:
+def _draft_rows(plan: RoundPlan, share: Drafting) -> DraftRows:
     rows = plan.rows
     everyone = len(share.members) == len(rows.slots)
     return DraftRows(
         slots=tuple(rows.slots[member] for member in share.members),
-        tokens=rows.tokens[members],
-        lengths=rows.lengths[members],
+        tokens=rows.tokens[share.index],
+        lengths=rows.lengths[share.index],
         host_lengths=tuple(rows.host_lengths[member] for member in share.members),
-        tables=rows.tables[members],
+        tables=rows.tables[share.index],
         start=rows.start,
-        rules=rows.rules if everyone else rows.rules.picked(members),
+        rules=rows.rules if everyone else rows.rules.picked(share.index),
         independent=plan.verification.draws_guesses,
     )

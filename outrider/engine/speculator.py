@@ -7,6 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+import torch
+
 from outrider.draft.drafter import DraftRows
 from outrider.engine.controller import Controller
 from outrider.engine.cost import measured, measured_draft
@@ -104,7 +106,7 @@ class Speculator:
                 place for place, one in enumerate(ready) if wanted[place] and self._drafter_of(one) is drafter
             )
             if members:
-                shares.append(Drafting(drafter, members))
+                shares.append(Drafting(drafter, members, torch.tensor(members, device=self._state.device)))
         return tuple(shares)
 
     def _drafter_of(self, sequence: Sequence) -> Drafter | None:

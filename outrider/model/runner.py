@@ -66,6 +66,11 @@ class TorchRunner:
         self.device = self.model.device
         self.dtype = self.model.dtype
         self._exact = exact
+        if exact and _has_experts(self.model.config.get_text_config()):
+            raise UnsupportedModelError(
+                f"exact=True cannot be kept for {self.model.config.model_type}: how many rows share an expert's product "
+                "depends on the other rows; leave exact off (a near-tie may then flip, in float32 hardly ever)"
+            )
         borrow(self.model)
         self.layers = self._probed()
         self._decoder = decoder_for(self.model)
@@ -171,6 +176,11 @@ class TorchRunner:
             give_back(self.model)
             raise UnsupportedModelError(f"{config.model_type}: {problem}; no exact speculation is possible with it")
         return [probe.layers[index] for index in sorted(probe.layers)]
+
+
+def _has_experts(config: object) -> bool:
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
 
 
 def _windowed(config: object) -> bool:
