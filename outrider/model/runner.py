@@ -68,8 +68,8 @@ class TorchRunner:
         self._exact = exact
         if exact and _has_experts(self.model.config.get_text_config()):
             raise UnsupportedModelError(
-                f"exact=True cannot be kept for {self.model.config.model_type}: how many rows share an expert's product "
-                "depends on the other rows; leave exact off (then a near-tie may flip, in float32 hardly ever)"
+                f"exact=True cannot be kept for {self.model.config.model_type}: how many rows share an expert's "
+                "product depends on the other rows; leave exact off (a near-tie may then flip, in float32 hardly ever)"
             )
         borrow(self.model)
         self.layers = self._probed()
