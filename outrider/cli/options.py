@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from outrider.config import SpeculationConfig
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.sampling.params import SamplingParams
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelOptions", "SamplingOptions", "byte_count", "token_biases"]
 
 MODEL, DRAFTING, SAMPLING, STOPPING = "Model", "Drafting", "Sampling", "Stopping"
+LOOKUP_TOKENS = 10  # guesses by lookup cost next to nothing to make, and a copied passage is often long
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -77,14 +79,19 @@ class ModelOptions:
         ),
     ] = None
     num_speculative_tokens: Annotated[
-        int, Option(help="Guesses a round at most, 0 to 64; also spelled --draft.", rich_help_panel=DRAFTING)
-    ] = 5
+        int | None,
+        Option(
+            help="Guesses a round at most, 0 to 64; also spelled --draft.",
+            show_default=f"{SpeculationConfig.num_speculative_tokens}, {LOOKUP_TOKENS} for ngram",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
     prompt_lookup_max: Annotated[
         int, Option(help="ngram: longest run of tokens to match, 1 to 64.", rich_help_panel=DRAFTING)
-    ] = 4
+    ] = SpeculationConfig.prompt_lookup_max
     prompt_lookup_min: Annotated[
         int, Option(help="ngram: shortest run of tokens to match, 1 to 64.", rich_help_panel=DRAFTING)
-    ] = 2
+    ] = SpeculationConfig.prompt_lookup_min
     verification: Annotated[
         str,
         Option(
@@ -149,6 +156,9 @@ class ModelOptions:
             arguments["kv_cache_bytes"] = byte_count(self.kv_cache_bytes)
         if self.method is None and self.speculative_model is None and not {"method", "model"} & set(config or ()):
             arguments["method"] = "ngram"
+        if self.num_speculative_tokens is None:
+            lookup = arguments["method"] == "ngram" or (config or {}).get("method") == "ngram"
+            arguments["num_speculative_tokens"] = LOOKUP_TOKENS if lookup else SpeculationConfig.num_speculative_tokens
         return arguments
 
     def load(self) -> LLM:
