@@ -14,6 +14,7 @@ from outrider.engine.intake import Intake, listed, paired
 from outrider.engine.memory import sized
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.model.load import LoadedModel, load_model
+from outrider.model.quantize import check_kind
 from outrider.model.runner import TorchRunner
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import output_of
@@ -109,7 +110,10 @@ class LLM:
         self._owned: list[TorchRunner] = []
         self._drafters: dict[int, tuple[Any, Drafter]] = {}
         where = resolve_device(device, model)
-        loaded = load_model(model, dtype=dtype, device=where, revision=revision, tokenizer=tokenizer)
+        check_kind(quantization, where)
+        loaded = load_model(
+            model, dtype=dtype, device=where, revision=revision, tokenizer=tokenizer, max_model_len=max_model_len
+        )
         self.loaded = optimized(loaded, model, quantization)
         try:
             runner = self._runner(self.loaded, exact=exact)

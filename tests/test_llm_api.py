@@ -361,3 +361,23 @@ def test_parameters_of_another_type_are_refused(plain: LLM) -> None:
 def test_prompts_given_twice_are_refused(plain: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="pass the prompts once"):
         plain.generate(PROMPT, prompt_token_ids=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 513}, r"max_model_len=513 is beyond the model's context of 512"),
+        ({"quantization": "int3"}, r"quantization must be 'int8', 'int4' or None, got 'int3'"),
+        ({"method": "draft_model"}, r"needs a draft"),
+        ({"dtype": "float13"}, r"float13"),
+    ],
+)
+def test_wrong_settings_are_refused_before_any_weight_is_read(
+    settings: dict[str, Any], message: str, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*given: object, **named: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr("outrider.model.load._read_weights", read)
+    with pytest.raises(ConfigError, match=message):
+        LLM(folders["target"], **settings)

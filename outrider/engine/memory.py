@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.errors import CapacityError, ConfigError
+from outrider.errors import CapacityError
+from outrider.model.facts import require_context
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, blocks_for
 
 if TYPE_CHECKING:
@@ -38,11 +39,7 @@ def sized(
         ConfigError: `max_model_len` is beyond the model's context.
         CapacityError: The budget does not hold one sequence of that length; the message says what would fit.
     """
-    if config.max_model_len is not None and config.max_model_len > context_length:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} is beyond the model's context of {context_length} tokens; "
-            f"lower it to {context_length} or less"
-        )
+    require_context(config.max_model_len, context_length)
     longest = config.max_model_len or context_length
     budget = _budget(config, device)
     blocks = budget // (bytes_per_slot * BLOCK_SIZE) - RESERVED

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import UnsupportedModelError
+from outrider.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["context_length", "eos_token_ids"]
+__all__ = ["context_length", "eos_token_ids", "require_context"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,19 @@ def context_length(config: PreTrainedConfig, name: str) -> int:
             )  # fmt: skip
             length = original
     return length
+
+
+def require_context(wanted: int | None, available: int) -> None:
+    """Refuse a `max_model_len` beyond the model's context.
+
+    Raises:
+        ConfigError: The message has both numbers.
+    """
+    if wanted is not None and wanted > available:
+        raise ConfigError(
+            f"max_model_len={wanted} is beyond the model's context of {available} tokens; "
+            f"lower it to {available} or less"
+        )
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:

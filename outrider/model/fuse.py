@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import ConfigError
-from outrider.model.quantize import Int4Linear, Int8Linear, PackedLinear, Quantization, pack, quantize
+from outrider.model.quantize import Int4Linear, Int8Linear, PackedLinear, Quantization, check_kind, pack, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -202,17 +202,12 @@ def _check(model: PreTrainedModel, quantization: str | None) -> None:
         raise ConfigError(f"{_title(model)} is in training mode; call model.eval() before optimize()")
     if quantization is None:
         return
-    if quantization not in ("int8", "int4"):
-        raise ConfigError(f"quantization must be 'int8', 'int4' or None, got {quantization!r}")
+    check_kind(quantization, model.device)
     for module in model.modules():
         if not _is_linear(module):
             continue
         weight = module.weight
-        if weight.device.type != "cpu":
-            raise ConfigError(
-                f"quantization={quantization!r} runs on a CPU only, and {_title(model)} is on {weight.device}; "
-                "load it with device='cpu' or leave quantization off"
-            )
+        check_kind(quantization, weight.device)
         if weight.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(
                 f"quantization={quantization!r} needs a model in float32 or bfloat16, and {_title(model)} is in "

@@ -18,7 +18,7 @@ import torch
 from outrider.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from outrider.model.checkpoint import Checkpoint, default_model_source, first_line, locate, stored_dtype
 from outrider.model.dtypes import parse_dtype, resolve_dtype
-from outrider.model.facts import context_length, eos_token_ids
+from outrider.model.facts import context_length, eos_token_ids, require_context
 from outrider.model.gguf import converted_folder
 from outrider.model.quiet import quiet_transformers
 from outrider.model.support import TEXT_HALF_KEYS, causal_text_class, check_config, check_model
@@ -76,14 +76,15 @@ def load_model(
     device: torch.device | str = "cpu",
     revision: str | None = None,
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Load `source`: None or "default", a Hub id, a folder, a `.gguf` file, `hub_id:file.gguf`, or a loaded model.
 
     A loaded model is used as it is, never copied, moved or cast; it is put in eval mode. `tokenizer` overrides the
-    checkpoint's own.
+    checkpoint's own. A `max_model_len` beyond the model's context is refused before the weights are read.
 
-    Raises: ConfigError for a bad dtype or device; UnsupportedModelError for an architecture that cannot be served
-    exactly; ModelLoadError for everything missing, broken or in another format.
+    Raises: ConfigError for a bad dtype, device or length; UnsupportedModelError for an architecture that cannot be
+    served exactly; ModelLoadError for everything missing, broken or in another format.
     """
     target_device = _device(device)
     asked = parse_dtype(dtype)
@@ -99,6 +100,8 @@ def load_model(
     config, model_class = causal_text_class(whole, checkpoint.name)
     check_config(config, model_class, checkpoint.name)
     _check_quantization(config, checkpoint.name, target_device)
+    if max_model_len is not None:
+        require_context(max_model_len, context_length(config, checkpoint.name))
     resolved = resolve_dtype(asked, stored_dtype(checkpoint.path, config), target_device)
     keys = TEXT_HALF_KEYS.get(whole.model_type)
     model = _read_weights(checkpoint, config, model_class, resolved, target_device, keys=keys)

@@ -23,12 +23,23 @@ Quality and choice of layers: see `outrider.model.fuse`, which walks the model.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GROUP_SIZES", "Int4Linear", "Int8Linear", "PackedLinear", "Quantization", "pack", "quantize"]
+from outrider.errors import ConfigError
+
+__all__ = [
+    "GROUP_SIZES",
+    "Int4Linear",
+    "Int8Linear",
+    "PackedLinear",
+    "Quantization",
+    "check_kind",
+    "pack",
+    "quantize",
+]
 
 Quantization = Literal["int8", "int4"]
 
@@ -147,6 +158,23 @@ class Int4Linear(nn.Module):
     def extra_repr(self) -> str:
         """Show the shape, as nn.Linear does."""
         return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
+
+
+def check_kind(kind: str | None, device: torch.device) -> None:
+    """Refuse a quantization that there is none of, or not on this device: known before any weight is read.
+
+    Raises:
+        ConfigError: The message names the value and the remedy.
+    """
+    if kind is None:
+        return
+    if kind not in get_args(Quantization):
+        raise ConfigError(f"quantization must be 'int8', 'int4' or None, got {kind!r}")
+    if device.type != "cpu":
+        raise ConfigError(
+            f"quantization={kind!r} runs on a CPU only, and the model is meant for {device}; "
+            "load it with device='cpu' or leave quantization off"
+        )
 
 
 def pack(weight: Tensor, bias: Tensor | None, reason: str = "") -> PackedLinear | None:
