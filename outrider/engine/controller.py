@@ -62,8 +62,8 @@ class _Pace:
     """One sequence's agreement by place in the chain, and whether it is resting from speculation."""
 
     def __init__(self) -> None:
-        self.right: list[float] = []
-        self.judged: list[float] = []
+        self.right = [PRIOR_AGREEMENT * PRIOR_WEIGHT]  # the prior is evidence like any other, and fades like it
+        self.judged = [PRIOR_WEIGHT]
         self.rounds = 0
         self.pause = FIRST_PAUSE
         self.rested = 0
@@ -74,11 +74,10 @@ class _Pace:
         A place leans on the one before it until it has been seen often enough itself: guesses that came far go on
         agreeing (a copied passage), so one number for all places would cut chains too short.
         """
-        chance, weight = PRIOR_AGREEMENT, PRIOR_WEIGHT
+        chance = self.right[0] / self.judged[0]
         for place in range(most):
-            if place < len(self.judged):
-                chance = (self.right[place] + weight * chance) / (self.judged[place] + weight)
-            weight = LEANING_WEIGHT
+            if 0 < place < len(self.judged):
+                chance = (self.right[place] + LEANING_WEIGHT * chance) / (self.judged[place] + LEANING_WEIGHT)
             yield chance
 
     def learn(self, drafted: int, accepted: int) -> None:
