@@ -24,7 +24,7 @@ LEANING_WEIGHT = 1.0  # of the place before, in a place's own estimate
 MEMORY = 0.9  # weight that the past keeps with each round of guesses
 TRIAL_ROUNDS = 2  # every sequence's first rounds draft in full: they measure
 PROBE_LENGTH = 2
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # rounds without guesses before the next probe
+FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds without guesses before the next probe
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class _Pace:
     def learn(self, drafted: int, accepted: int) -> None:
         """Take in a round: of the guesses that were reached, all but perhaps the last agreed."""
         self.rounds += 1
+        if accepted:  # what comes next may be worth guessing again: look sooner
+            self.pause = FIRST_PAUSE
         for column in (self.right, self.judged):
             column[:] = [MEMORY * value for value in column] + [0.0] * (drafted - len(column))
         for place in range(min(drafted, accepted + 1)):
