@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
 
-__all__ = ["MAX_DRAFT_TOKENS", "EngineConfig", "Method", "SpeculationConfig", "Verification"]
+__all__ = ["DRAFT_QUANTIZATIONS", "MAX_DRAFT_TOKENS", "EngineConfig", "Method", "SpeculationConfig", "Verification"]
 
 MAX_DRAFT_TOKENS = 64
+DRAFT_QUANTIZATIONS = ("fp8", "int8", "int4")
 
 
 class Method(StrEnum):
@@ -61,6 +63,10 @@ class SpeculationConfig:
         prompt_lookup_max: Longest run of tokens that lookup matches.
         prompt_lookup_min: Shortest one.
         allow_failure: Go on without a draft (with a warning) where it cannot be loaded.
+        draft_quantization: Weights of the draft model in "fp8", "int8" or "int4". This and the next two change how
+            fast guesses come and how often they are right, never the text.
+        draft_vocab_size: How many token ids the draft may guess: the most frequent ones, for a smaller head.
+        draft_vocab_corpus: A text or .jsonl file that tells which are frequent; None goes by the tokenizer's order.
     """
 
     method: Method = Method.NONE
@@ -70,6 +76,9 @@ class SpeculationConfig:
     prompt_lookup_max: int = 8
     prompt_lookup_min: int = 1
     allow_failure: bool = False
+    draft_quantization: str | None = None
+    draft_vocab_size: int | None = None
+    draft_vocab_corpus: str | Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _one_of("method", self.method, Method))
@@ -89,6 +98,38 @@ class SpeculationConfig:
                 f"method {str(self.method)!r} takes no draft model, got {self.model!r}; "
                 "leave speculative_model out or use method='draft_model'"
             )
+        self._check_draft()
+
+    def _check_draft(self) -> None:
+        """Check what only a draft model can be given."""
+        given = {
+            "draft_quantization": self.draft_quantization,
+            "draft_vocab_size": self.draft_vocab_size,
+            "draft_vocab_corpus": self.draft_vocab_corpus,
+        }
+        for name, value in given.items():
+            if value is not None and self.method is not Method.DRAFT_MODEL:
+                raise ConfigError(
+                    f"{name}={value!r} is for a draft model, and method {str(self.method)!r} has none; "
+                    "pass speculative_model=... or leave it out"
+                )
+        if self.draft_quantization is not None and self.draft_quantization not in DRAFT_QUANTIZATIONS:
+            allowed = ", ".join(map(repr, DRAFT_QUANTIZATIONS))
+            raise ConfigError(f"draft_quantization must be one of {allowed} or None, got {self.draft_quantization!r}")
+        if self.draft_vocab_size is not None:
+            _whole("draft_vocab_size", self.draft_vocab_size, 1)
+        if self.draft_vocab_corpus is None:
+            return
+        if self.draft_vocab_size is None:
+            raise ConfigError(
+                f"draft_vocab_corpus={str(self.draft_vocab_corpus)!r} tells which tokens to keep, but not how many; "
+                "pass draft_vocab_size too"
+            )
+        if not isinstance(self.draft_vocab_corpus, str | Path):
+            raise ConfigError(f"draft_vocab_corpus must be the path of a file, got {self.draft_vocab_corpus!r}")
+        object.__setattr__(self, "draft_vocab_corpus", Path(self.draft_vocab_corpus).expanduser())
+        if not Path(self.draft_vocab_corpus).is_file():
+            raise ConfigError(f"draft_vocab_corpus {self.draft_vocab_corpus} is not a file; check the path")
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
-from outrider.config import EngineConfig, Method, SpeculationConfig
+from outrider.config import EngineConfig, SpeculationConfig
 from outrider.draft.draft_model import DraftModelDrafter
-from outrider.draft.ngram import NGramDrafter
 from outrider.draft.vocab import check_vocabulary
+from outrider.drafters import LoadedDraft, load_draft, make_drafter
 from outrider.engine.engine import Engine
 from outrider.engine.intake import Intake, listed, paired
-from outrider.engine.memory import sized
+from outrider.engine.memory import sized, working_bytes
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.model.load import LoadedModel, load_model
 from outrider.model.quantize import check_kind
 from outrider.model.runner import TorchRunner
+from outrider.progress import counted, tracked
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import output_of
 from outrider.setup import optimized, resolve_device, speculation_from, warn_lossy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import torch
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from outrider.sequence import Request, Sequence
 
 __all__ = ["LLM"]
+
+PREFILL_CHUNK = {"cuda": 2048, "cpu": 512}  # prompt tokens between two rounds: about one round's time or two
 
 
 class LLM:
@@ -56,6 +60,9 @@ class LLM:
         max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, seed: See
             `EngineConfig`.
         prompt_lookup_max, prompt_lookup_min: Longest and shortest run of tokens that lookup matches.
+        draft_quantization: "fp8", "int8" or "int4" weights for the draft: changes speed, never text.
+        draft_vocab_size, draft_vocab_corpus: The draft guesses only the most frequent tokens, by a text file or the
+            tokenizer's own order; the same holds.
         tensor_parallel_size: Only 1 so far.
 
     Raises:
@@ -85,10 +92,13 @@ class LLM:
         max_num_seqs: int = 16,
         gpu_memory_utilization: float = 0.9,
         kv_cache_bytes: int | None = None,
-        prefill_chunk_size: int = 512,
+        prefill_chunk_size: int | None = None,
         seed: int | None = None,
         prompt_lookup_max: int = 8,
         prompt_lookup_min: int = 1,
+        draft_quantization: str | None = None,
+        draft_vocab_size: int | None = None,
+        draft_vocab_corpus: str | Path | None = None,
         tensor_parallel_size: int = 1,
     ) -> None:
         if tensor_parallel_size != 1:
@@ -101,7 +111,13 @@ class LLM:
             verification=verification,
             prompt_lookup_max=prompt_lookup_max,
             prompt_lookup_min=prompt_lookup_min,
+            draft_quantization=draft_quantization,
+            draft_vocab_size=draft_vocab_size,
+            draft_vocab_corpus=draft_vocab_corpus,
         )
+        where = resolve_device(device, model)
+        if prefill_chunk_size is None:
+            prefill_chunk_size = PREFILL_CHUNK["cuda" if where.type == "cuda" else "cpu"]
         config = EngineConfig(
             max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, exact, seed
         )
@@ -109,7 +125,6 @@ class LLM:
         self._lock = threading.RLock()
         self._owned: list[TorchRunner] = []
         self._drafters: dict[int, tuple[Any, Drafter]] = {}
-        where = resolve_device(device, model)
         check_kind(quantization, where)
         loaded = load_model(
             model, dtype=dtype, device=where, revision=revision, tokenizer=tokenizer, max_model_len=max_model_len
@@ -117,7 +132,8 @@ class LLM:
         self.loaded = optimized(loaded, model, quantization)
         try:
             runner = self._runner(self.loaded, exact=exact)
-            draft = self._draft(speculation, draft_dtype, draft_device, like=dtype)
+            draft = load_draft(speculation, self.loaded, draft_dtype, draft_device, like=dtype)
+            self._owned += [] if draft is None else [draft.runner]
             self._start(runner, draft, config, speculation)
         except BaseException:
             self.close()  # a model object that was passed in gets its attention back
@@ -126,17 +142,20 @@ class LLM:
     def _start(
         self,
         runner: TorchRunner,
-        draft: TorchRunner | None,
+        draft: LoadedDraft | None,
         config: EngineConfig,
         speculation: SpeculationConfig,
     ) -> None:
         lookahead = speculation.num_speculative_tokens
-        per_slot = runner.bytes_per_slot + (draft.bytes_per_slot if draft else 0)
-        config, self._num_blocks = sized(config, runner.context_length, per_slot, lookahead, runner.device)
+        per_slot = runner.bytes_per_slot + (draft.runner.bytes_per_slot if draft else 0)
+        working = working_bytes(self._owned, config, lookahead)
+        config, self._num_blocks = sized(
+            config, runner.context_length, per_slot, lookahead, runner.device, working=working
+        )
         for one in self._owned:
             one.allocate(self._num_blocks)
         self.engine = Engine(runner, self._drafter(draft, speculation), config, speculation, self._num_blocks)
-        self.engine.prepare()
+        self.engine.prepare(counted)
         assert config.max_model_len is not None
         self.intake = Intake(
             self.tokenizer,
@@ -260,8 +279,6 @@ class LLM:
 
     def _finish(self, sequences: list[Sequence], progress: bool | None) -> None:
         """Step the engine until all are done; whatever goes wrong, none is left behind in it."""
-        from outrider.progress import tracked
-
         try:
             with tracked(sequences, progress) as tick:
                 while not all(sequence.finished for sequence in sequences):
@@ -297,44 +314,8 @@ class LLM:
         self._owned.append(runner)
         return runner
 
-    def _draft(
-        self,
-        speculation: SpeculationConfig,
-        dtype: torch.dtype | str | None,
-        device: torch.device | str | None,
-        *,
-        like: torch.dtype | str | None,
-    ) -> TorchRunner | None:
-        """Load the draft, as the target is where nothing else is asked; a model object stays as it is."""
-        if speculation.method is not Method.DRAFT_MODEL:
-            return None
-        source = speculation.model
-        if not hasattr(source, "device"):
-            dtype, device = dtype or like, device or self.loaded.device
-        try:
-            if isinstance(source, LLM):
-                loaded = source.loaded
-            else:
-                loaded = load_model(source, dtype=dtype, device=resolve_device(device, source))
-                loaded = optimized(loaded, source, None)
-            check_vocabulary(self.loaded, loaded)
-            return self._runner(loaded)
-        except OutriderError as error:
-            if not speculation.allow_failure:
-                raise
-            import warnings
-
-            warnings.warn(f"no speculation: the draft could not be used ({error})", stacklevel=3)
-            return None
-
-    def _drafter(self, draft: TorchRunner | None, speculation: SpeculationConfig) -> Drafter | None:
-        if speculation.num_speculative_tokens == 0:
-            return None
-        if speculation.method is Method.NGRAM:
-            return NGramDrafter(speculation.prompt_lookup_max, speculation.prompt_lookup_min)
-        if draft is None:
-            return None
-        return DraftModelDrafter(draft, self.loaded.vocab_size, min(self.loaded.vocab_size, draft.vocab_size))
+    def _drafter(self, draft: LoadedDraft | None, speculation: SpeculationConfig) -> Drafter | None:
+        return make_drafter(speculation, draft, self.loaded)
 
     def _drafter_for(self, model: Any) -> Drafter:
         """Give the drafter for a request's own draft, made on first use."""
@@ -345,5 +326,6 @@ class LLM:
             runner = self._runner(model.loaded)
             runner.allocate(self._num_blocks)
             name = f"draft_model:{model.loaded.name}:{len(self._drafters) + 1}"  # costs are kept by name
-            self._drafters[id(model)] = (model, DraftModelDrafter(runner, self.loaded.vocab_size, shared.size, name))
+            drafter = DraftModelDrafter(runner, self.loaded.vocab_size, shared.size, name, follows=self.loaded.device)
+            self._drafters[id(model)] = (model, drafter)
         return self._drafters[id(model)][1]

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from collections.abc import Sequence as Seq
 
     from outrider.sequence import Sequence
 
-__all__ = ["tracked"]
+__all__ = ["counted", "tracked"]
+
+T = TypeVar("T")
+
+
+def counted(items: Seq[T], words: str) -> Iterator[T]:
+    """Go through `items`, at a terminal with a progress bar."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, words, console=Console(stderr=True), transient=True)
 
 
 @contextmanager

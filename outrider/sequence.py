@@ -78,6 +78,7 @@ class Sequence:
         blocks: Cache blocks it owns.
         cached: Tokens that the target's cache holds.
         limit: Length at which it must end.
+        ahead: Tokens that a round under way will add at most; 0 where none is.
     """
 
     def __init__(self, request: Request, index: int, limit: int, detokenizer: Any) -> None:
@@ -89,6 +90,7 @@ class Sequence:
         self.slot: int | None = None
         self.blocks: list[int] = []
         self.cached = 0
+        self.ahead = 0
         self.ledger = Ledger()
         self.origins: list[TokenOrigin] = []
         self.logprobs: list[TokenLogprob] = []
@@ -122,6 +124,16 @@ class Sequence:
     def uncached(self) -> int:
         """Tokens to feed before the next round: all that are not cached, but for the last, which a round feeds."""
         return len(self.tokens) - 1 - self.cached
+
+    @property
+    def reach(self) -> int:
+        """Tokens at most, once the round under way is done."""
+        return min(len(self.tokens) + self.ahead, max(self.limit, len(self.tokens)))
+
+    @property
+    def settled(self) -> int:
+        """Tokens that it surely has on the device now: a plain round under way adds exactly one."""
+        return len(self.tokens) + (self.ahead == 1)
 
     def append(self, token: int, origin: TokenOrigin, now: float) -> None:
         """Take in one committed token, and end the sequence where it must end."""

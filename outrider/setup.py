@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from outrider.model.load import LoadedModel
     from outrider.model.quantize import Quantization
 
-__all__ = ["optimized", "resolve_device", "speculation_from", "warn_lossy"]
+__all__ = ["check_draft_quantization", "optimized", "resolve_device", "speculation_from", "warn_lossy"]
 
 NGRAM_MODELS = ("[ngram]", "ngram")  # vLLM's older spelling of lookup, in place of a model
+_DRAFT_ONLY = ("draft_quantization", "draft_vocab_size", "draft_vocab_corpus")
 
 
 def speculation_from(given: dict[str, Any] | None, **settings: Any) -> SpeculationConfig:
@@ -26,7 +27,7 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
         ConfigError: An unknown key, or settings that contradict each other.
     """
     if given is not None:
-        known = {*settings, "allow_failure"}
+        known = {*settings, "allow_failure", *_DRAFT_ONLY}
         unknown = sorted(set(given) - known - {"draft_tensor_parallel_size"})
         if unknown:
             raise ConfigError(
@@ -69,19 +70,44 @@ def warn_lossy(verification: Verification) -> None:
         )
 
 
+def check_draft_quantization(kind: str | None, source: Any, device: torch.device) -> None:
+    """Refuse, before the draft is read, weights that `device` has no kernels for, or that the caller still holds.
+
+    Raises:
+        ConfigError: The message has the value and the remedy.
+    """
+    if kind is None:
+        return
+    if not _is_name(source):
+        raise ConfigError(
+            f"draft_quantization={kind!r} would change the model object that was passed in; "
+            "pass its folder or Hub id instead"
+        )
+    if kind == "fp8" and device.type == "cpu":
+        raise ConfigError("draft_quantization='fp8' needs a GPU; on a CPU use 'int8' or 'int4', or leave it out")
+
+
 def optimized(loaded: LoadedModel, source: Any, quantization: str | None) -> LoadedModel:
     """Fuse and pack a model that Outrider loaded itself; a caller's own model object is left as it is.
 
     Raises:
         ConfigError: Quantisation is asked for a model that the caller still holds, or that cannot take it.
+        CapacityError: The device has no room to join weights.
     """
     from outrider.model.fuse import optimize
+    from outrider.model.room import capacity_errors
 
-    if source is None or isinstance(source, str) or hasattr(source, "__fspath__"):
-        optimize(loaded.model, quantization=cast("Quantization | None", quantization))  # it refuses others
+    if _is_name(source):
+        with capacity_errors(loaded.name, loaded.dtype, loaded.device):
+            optimize(loaded.model, quantization=cast("Quantization | None", quantization))  # it refuses others
     elif quantization is not None:
         raise ConfigError(
             f"quantization={quantization!r} would change the model object that was passed in; "
             "pass its folder or Hub id instead"
         )
     return loaded
+
+
+def _is_name(source: Any) -> bool:
+    """Whether a model is named, not given: then nobody else holds it."""
+    return source is None or isinstance(source, str) or hasattr(source, "__fspath__")

@@ -138,7 +138,7 @@ class Scripted:
     def missing(self, slot: int, length: int) -> int:
         return 0
 
-    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
+    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         pass
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
@@ -333,6 +333,7 @@ def sampled(
     state = SimpleNamespace(
         tokens=torch.zeros(num_runs + 1, width, dtype=torch.long),
         lengths=torch.ones(num_runs + 1).long(),
+        limits=torch.full((num_runs + 1,), width),
         idle=num_runs,
     )
     index = torch.arange(num_runs)
@@ -357,8 +358,8 @@ def sampled(
         before = state.tokens.clone(), state.lengths.clone()
         result = verify(plan, proposal, TableRunner(table), state)  # type: ignore[arg-type]
         counted = ~done
-        drafted += int(result.proposal.lengths[counted].sum())
-        accepted += int(result.acceptance.num_accepted[counted].sum())
+        drafted += int(result.packed[counted, -2].sum())
+        accepted += int(result.packed[counted, -3].sum())
         state.tokens[:-1][done] = before[0][:-1][done]
         state.lengths[:-1][done] = before[1][:-1][done]
     return state.tokens[:-1, 1 : 1 + num_tokens], accepted / max(drafted, 1)

@@ -55,6 +55,7 @@ class ScriptedDrafter:
     """
 
     name = "scripted"
+    device_side = False  # it looks at the tokens
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class ScriptedDrafter:
         """Nothing is cached, so nothing is missing."""
         return 0
 
-    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
+    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed nothing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:

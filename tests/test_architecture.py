@@ -19,7 +19,8 @@ LAYERS = (
     ("model", "kernels", "verify"),
     ("draft",),
     ("engine",),
-    ("llm", "setup", "wrapping", "progress"),
+    ("llm", "setup", "wrapping", "progress", "drafters"),
+    ("bench",),
     ("cli",),
 )
 RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}

@@ -419,7 +419,7 @@ class _Clumsy(ScriptedDrafter):
         self._stumble("missing")
         return 1 if self._where == "catch_up" else 0
 
-    def catch_up(self, rows: Any, num_tokens: int) -> None:
+    def catch_up(self, rows: Any, counts: tuple[int, ...]) -> None:
         self._stumble("catch_up")
 
     def commit(self, *told: Any) -> None:

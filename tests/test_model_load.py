@@ -229,7 +229,7 @@ def test_the_stored_dtype_is_read_from_the_weights_when_the_config_is_silent(tmp
     folder = save(tiny_target().to(torch.bfloat16), None, tmp_path / "half")
     edit(folder / "config.json", dtype=None, torch_dtype=None)
     config = type("Config", (), {"dtype": None})
-    assert checkpoint_module.stored_dtype(folder, config) == "bfloat16"
+    assert checkpoint_module.stored_dtype(checkpoint_module.stored_tensors(folder), config) == "bfloat16"
 
 
 # Context length

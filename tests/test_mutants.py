@@ -278,7 +278,7 @@ def min_tokens_is_counted_by_round(patch: Patch) -> None:
     right = choose_module.shaped
 
     def wrong(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tensor:
-        if rules.held:
+        if rules.flags.held:
             rules = replace(rules, prompt_lengths=prefix.ends[:, 0] - 1)
         return right(logits, rules, prefix)
 
@@ -340,11 +340,11 @@ def _shift_cache(cache: Any, blocks: list[int], position: int) -> None:
 def target_cache_is_one_off_after_a_rejection(patch: Patch) -> None:
     right = engine_module.Engine._collect
 
-    def wrong(self: Any, ready: list[Any], result: Any) -> None:
-        before = [(list(one.blocks), len(one)) for one in ready]
-        right(self, ready, result)
-        counts = zip(result.acceptance.num_accepted.tolist(), result.proposal.lengths.tolist(), strict=True)
-        for (blocks, length), (accepted, drafted) in zip(before, counts, strict=True):
+    def wrong(self: Any, flight: Any) -> None:
+        before = [(list(one.blocks), len(one)) for one in flight.sequences]
+        right(self, flight)
+        packed, _ = flight.readback.rows()
+        for (blocks, length), (*_, accepted, drafted, _) in zip(before, packed, strict=True):
             if accepted < drafted and length + accepted < len(blocks) * BLOCK_SIZE:
                 _shift_cache(self.runner.cache, blocks, length + accepted - 1)
 

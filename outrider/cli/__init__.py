@@ -10,6 +10,7 @@ import typer
 from outrider import __version__
 from outrider.cli import chat, generate
 from outrider.cli.groups import from_groups
+from outrider.cli.pair import PAIR_EXAMPLES, PAIR_HELP, pair
 from outrider.cli.spellings import LlamaSpellings
 
 __all__ = ["app", "main"]
@@ -95,6 +96,7 @@ app.command("generate", cls=LlamaSpellings, help=GENERATE_HELP, epilog=GENERATE_
     from_groups(generate.generate)
 )
 app.command("chat", cls=LlamaSpellings, help=CHAT_HELP)(from_groups(chat.chat))
+app.command("pair", help=PAIR_HELP, epilog=PAIR_EXAMPLES)(pair)
 
 
 def main() -> None:

@@ -118,6 +118,32 @@ class ModelOptions:
     draft_device: Annotated[
         str | None, Option(help="The draft's.", show_default="as the target's", rich_help_panel=DRAFTING)
     ] = None
+    draft_quantization: Annotated[
+        str | None,
+        Option(
+            help="The draft's weights: fp8 (GPU), int8 or int4. Changes only speed, never the text.",
+            show_default="none",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+    draft_vocab_size: Annotated[
+        int | None,
+        Option(
+            help="Let the draft guess only this many most frequent tokens, such as 16000: faster guesses, a few more "
+            "misses. Changes only speed, never the text.",
+            show_default="all",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+    draft_vocab_corpus: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="Text or .jsonl that shows which tokens are frequent; best is text like what you will generate.",
+            show_default="the tokenizer's own order",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
     quantization: Annotated[
         str | None, Option(help="int8 or int4 weights, on a CPU.", show_default="none", rich_help_panel=MODEL)
     ] = None

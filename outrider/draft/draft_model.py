@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from outrider.kernels.choose import take
+from outrider.kernels.launch import uses_kernels
 from outrider.proposal import Proposal
 from outrider.sampling.choose import choose, distribution
 from outrider.sampling.random import Purpose, round_seeds
 from outrider.sampling.rules import Prefix
+from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outrider.draft.drafter import DraftRows
     from outrider.model.runner import Runner
 
@@ -30,13 +35,24 @@ class DraftModelDrafter:
         target_vocab_size: Size of the target's logits, to which q is padded.
         shared_vocab_size: Ids that mean the same to both; no other is guessed.
         name: What statistics call it.
+        shortlist: Ids that the draft's head was cut down to, ``[N]`` rising; None for a whole head.
+        follows: The target's device.
     """
 
     def __init__(
-        self, runner: Runner, target_vocab_size: int, shared_vocab_size: int, name: str = "draft_model"
+        self,
+        runner: Runner,
+        target_vocab_size: int,
+        shared_vocab_size: int,
+        name: str = "draft_model",
+        *,
+        shortlist: torch.Tensor | None = None,
+        follows: torch.device | None = None,
     ) -> None:
         self.runner = runner
         self.name = name
+        self.device_side = follows is None or follows == runner.device
+        self._shortlist = None if shortlist is None else shortlist.to(runner.device)
         self._target_vocab_size = target_vocab_size
         self._shared_vocab_size = shared_vocab_size
         self._cached: dict[int, int] = {}
@@ -46,18 +62,32 @@ class DraftModelDrafter:
         """Positions that the draft was made for."""
         return self.runner.context_length
 
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Find the fastest products for a chain's passes: of two tokens a row, then of one."""
+        self.runner.tune(sorted({rows * width for rows in num_rows for width in (1, REFED)}))
+
     def missing(self, slot: int, length: int) -> int:
         """Count what is not cached, but for what a chain feeds itself."""
         return max(0, length - REFED - self._cached.get(slot, 0))
 
-    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
-        """Feed the next tokens that are not cached."""
-        device, slot = self.runner.device, rows.slots[0]
-        begin = self._cached.get(slot, 0)
-        end = begin + num_tokens
-        positions = torch.arange(begin, end, device=device)[None]
-        self.runner.feed(self._known(rows.tokens[:, begin:end]), positions, rows.tables.to(device), end, rows.start)
-        self._cached[slot] = end
+    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
+        """Feed the next tokens that are not cached, for all rows at once where that saves passes.
+
+        What a shorter row is fed beyond its count is not counted as cached, and so fed again before it is read.
+        """
+        device = self.runner.device
+        begins = [self._cached.get(slot, 0) for slot in rows.slots]
+        ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        together = range(1) if device.type == "cuda" else range(len(begins))
+        for row in together:
+            part = slice(None) if len(together) == 1 else slice(row, row + 1)
+            steps = torch.arange(max(counts[part]), device=device)
+            tokens = rows.tokens[part].to(device)
+            positions = (upload(begins[part], device)[:, None] + steps).clamp(max=tokens.shape[1] - 1)
+            tokens = tokens.gather(1, positions)
+            context = max(begins[part]) + len(steps)
+            self.runner.feed(self._known(tokens), positions, rows.tables[part].to(device), context, rows.start)
+        self._cached.update(zip(rows.slots, ends, strict=True))
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Generate `num_tokens` tokens a row, each by the row's own sampling parameters and prefix."""
@@ -72,15 +102,18 @@ class DraftModelDrafter:
         guesses, probs = [], []
         for step in range(num_tokens):
             fed = self._known(tokens.gather(1, positions))
-            logits = self.runner.forward(fed, positions, tables, context + step, rows.start)
-            logits = logits[:, -1:, : self._shared_vocab_size]
+            logits = self._widened(self.runner.forward(fed, positions, tables, context + step, rows.start)[:, -1:])
             positions = lengths[:, None] + step  # of the guess
             prefix = Prefix(tokens, positions)
-            guess = choose(logits, rules, prefix, purpose)
+            guess = (
+                take(logits, rules, prefix, purpose)[0]
+                if uses_kernels(device)
+                else choose(logits, rules, prefix, purpose)
+            )
             if rows.independent:
                 q = distribution(logits, rules, prefix)
                 probs.append(F.pad(q, (0, self._target_vocab_size - q.shape[-1])))
-            tokens = tokens.scatter(1, positions, guess)
+            tokens.scatter_(1, positions, guess)  # the rows' own copy
             guesses.append(guess)
         lengths = torch.full_like(lengths, num_tokens)
         return Proposal(torch.cat(guesses, 1), lengths, torch.cat(probs, 1) if probs else None).to(rows.lengths.device)
@@ -94,6 +127,16 @@ class DraftModelDrafter:
         """Forget a slot's cache."""
         self._cached.pop(slot, None)
 
+    def _widened(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give logits ``[B, 1, N]`` over the shared vocabulary; ids that the head was cut down by are never guessed."""
+        if self._shortlist is None:
+            return logits[..., : self._shared_vocab_size]
+        whole = logits.new_full((*logits.shape[:-1], self.runner.vocab_size), float("-inf"))
+        whole[..., self._shortlist] = logits
+        return whole[..., : self._shared_vocab_size]
+
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Keep ids that only the target's padding knows from indexing past the draft's embedding."""
-        return tokens.to(self.runner.device).clamp(max=self.runner.vocab_size - 1)
+        if self.runner.vocab_size >= self._target_vocab_size:
+            return tokens
+        return tokens.clamp(max=self.runner.vocab_size - 1)

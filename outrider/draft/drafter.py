@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from outrider.proposal import Proposal
@@ -26,7 +28,7 @@ class DraftRows:
         slots: Each row's slot in the engine: a drafter's own state is kept by slot.
         tokens: ``[B, L]``, this round's own copy: committed tokens, free to hold guesses after them.
         lengths: Committed tokens of each row, ``[B]``.
-        host_lengths: The same, as the host knows them.
+        host_lengths: The most that the lengths can be: the host may know of all rounds but the last.
         tables: Cache blocks of each row, ``[B, blocks]``.
         start: First cache slot of the only row, where its blocks lie in order.
         rules: Sampling parameters of each row.
@@ -54,11 +56,21 @@ class Drafter(Protocol):
     def context_length(self) -> int | None:
         """Longest sequence it can draft for; None: any."""
 
+    @property
+    def device_side(self) -> bool:
+        """Whether guesses depend on device tensors alone, `slots` and `host_lengths` only bounding the work.
+
+        Rounds may then start before the host has read the one before, and on a card be captured.
+        """
+
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Make ready to draft for so many rows at once, before rounds are captured."""
+
     def missing(self, slot: int, length: int) -> int:
         """Count the tokens to feed before it can draft for a slot whose row has `length` tokens; 0 without a cache."""
 
-    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
-        """Feed the next `num_tokens` of the tokens that the only row's cache is missing."""
+    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
+        """Feed the next `counts` of the tokens that each row's cache is missing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Guess up to `num_tokens` tokens for every row; always ``[B, num_tokens]``, lengths as they turn out."""

@@ -9,6 +9,8 @@ import torch
 from outrider.proposal import Proposal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outrider.draft.drafter import DraftRows
 
 __all__ = ["NGramDrafter"]
@@ -28,16 +30,20 @@ class NGramDrafter:
 
     name = "ngram"
     context_length: int | None = None
+    device_side = True
 
     def __init__(self, max_size: int = 8, min_size: int = 1) -> None:
         self._max_size = max_size
         self._min_size = min_size
 
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Nothing to make ready."""
+
     def missing(self, slot: int, length: int) -> int:
         """Nothing is cached, so nothing is missing."""
         return 0
 
-    def catch_up(self, rows: DraftRows, num_tokens: int) -> None:
+    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed nothing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
@@ -61,7 +67,7 @@ class NGramDrafter:
         """Count, for each place, how many tokens up to it equal the row's last ones: ``[B, L]``."""
         size = torch.zeros_like(tokens)
         alive = torch.ones_like(tokens, dtype=torch.bool)
-        for back in range(self._max_size):
+        for back in range(min(self._max_size, tokens.shape[1])):
             wanted = tokens.gather(1, (last - back).clamp(min=0))
             same = torch.zeros_like(alive)
             same[:, back:] = tokens[:, : tokens.shape[1] - back] == wanted

@@ -8,7 +8,7 @@ machine. The estimates look at past rounds alone, so no decision depends on a to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from outrider.sequence import Sequence
 
-__all__ = ["Controller", "CostModel"]
+__all__ = ["Controller", "CostModel", "Costs"]
 
 PRIOR_AGREEMENT = 0.7
 PRIOR_WEIGHT = 2.0
@@ -25,6 +25,19 @@ MEMORY = 0.9  # weight that the past keeps with each round of guesses
 TRIAL_ROUNDS = 2  # every sequence's first rounds draft in full: they measure
 PROBE_LENGTH = 2
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds without guesses before the next probe
+
+
+class Costs(Protocol):
+    """What rounds cost on this machine."""
+
+    def round_seconds(self, drafter: str, num_rows: int, num_tokens: int) -> float:
+        """Seconds of a round in which each of `num_rows` rows is given `num_tokens` guesses; 0: plain decoding."""
+
+    def knows(self, drafter: str) -> bool:
+        """Whether the drafter's cost is known."""
+
+    def noted(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> Costs:
+        """Take in what a drafter costs: guesses -> seconds."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,18 @@ class CostModel:
 
     target: tuple[tuple[int, float], ...]
     draft: dict[str, tuple[tuple[int, float], ...]]
+
+    def round_seconds(self, drafter: str, num_rows: int, num_tokens: int) -> float:
+        """Add a pass of the target to the drafting; what lies between them is not counted."""
+        return self.verify_seconds(num_rows * (num_tokens + 1)) + self.draft_seconds(drafter, num_tokens)
+
+    def knows(self, drafter: str) -> bool:
+        """Whether the drafter's cost is known."""
+        return drafter in self.draft
+
+    def noted(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> CostModel:
+        """Take in what a drafter costs."""
+        return replace(self, draft={**self.draft, drafter: seconds})
 
     def verify_seconds(self, num_tokens: int) -> float:
         """Seconds of one pass over `num_tokens` tokens in all."""
@@ -95,7 +120,7 @@ class _Pace:
 class Controller:
     """Chooses each sequence's draft length for the next round; holds no state but by sequence."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: Costs) -> None:
         self._cost = cost
         self._paces: WeakKeyDictionary[Sequence, _Pace] = WeakKeyDictionary()
 
@@ -116,11 +141,11 @@ class Controller:
 
     def note_cost(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> None:
         """Take in what a drafter costs: guesses -> seconds."""
-        self._cost = replace(self._cost, draft={**self._cost.draft, drafter: seconds})
+        self._cost = self._cost.noted(drafter, seconds)
 
     def knows(self, drafter: str) -> bool:
         """Whether the drafter's cost is known."""
-        return drafter in self._cost.draft
+        return self._cost.knows(drafter)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Take in how a sequence's guesses fared."""
@@ -131,12 +156,12 @@ class Controller:
         return self._paces.setdefault(sequence, _Pace())
 
     def _best(self, pace: _Pace, drafter: str, most: int, num_rows: int) -> int:
-        best, best_worth = 0, 1 / self._cost.verify_seconds(num_rows)
+        best, best_worth = 0, 1 / self._cost.round_seconds(drafter, num_rows, 0)
         tokens, chance = 1.0, 1.0
         for length, agreement in enumerate(pace.agreements(most), 1):
             chance *= agreement
             tokens += chance
-            seconds = self._cost.verify_seconds(num_rows * (length + 1)) + self._cost.draft_seconds(drafter, length)
+            seconds = self._cost.round_seconds(drafter, num_rows, length)
             if tokens / seconds > best_worth:
                 best, best_worth = length, tokens / seconds
         return best

@@ -1,27 +1,34 @@
 """The engine: admits requests, feeds prompts, runs rounds, and hands out what they gave.
 
 One call of `step` is one turn of everything: feed some prompt tokens, then one round for every row that is ready. The
-engine decides on the host who takes part and how far to draft; the round itself decides nothing.
+engine decides on the host who takes part and how far to draft; the round itself decides nothing. On a card the next
+round is started before the last one is read, so that the card never waits for the host.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.config import MAX_DRAFT_TOKENS, EngineConfig, SpeculationConfig, Verification
-from outrider.engine.round import RoundPlan, RoundResult, propose, verify
+from outrider.engine.flight import Flight, Readback
+from outrider.engine.graphs import RoundGraphs
+from outrider.engine.prefill import PromptFeeder
+from outrider.engine.round import RoundPlan, propose, verify
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.speculator import Speculator
 from outrider.engine.state import DeviceState
 from outrider.model.kv_cache import BlockPool
 from outrider.outputs import TokenLogprob
-from outrider.sampling.choose import logprobs
+from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from outrider.draft.drafter import Drafter
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
@@ -30,7 +37,6 @@ __all__ = ["Engine", "EngineFigures"]
 
 logger = logging.getLogger("outrider")
 LEAST_CATCH_UP = 16  # tokens a step that lagging drafts may feed: more than a step adds, so that they do catch up
-PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
 
 
 class EngineFigures:
@@ -54,6 +60,7 @@ class Engine:
         config: Sizes; ``config.max_model_len`` is set.
         speculation: Draft length and verification.
         num_blocks: Cache blocks, as the runners were allocated with.
+        depth: Rounds that may be started before the last one is read: 1 on a card, 0 on a CPU.
     """
 
     def __init__(
@@ -63,6 +70,8 @@ class Engine:
         config: EngineConfig,
         speculation: SpeculationConfig,
         num_blocks: int,
+        *,
+        depth: int | None = None,
     ) -> None:
         assert config.max_model_len is not None
         self.runner = runner
@@ -72,6 +81,8 @@ class Engine:
         self._lookahead = lookahead = MAX_DRAFT_TOKENS
         if config.exact:  # every round has the same width
             self._lookahead = lookahead = speculation.num_speculative_tokens
+        self._depth = int(runner.device.type == "cuda") if depth is None else depth
+        self._flights: deque[Flight] = deque()
         self.state = DeviceState(config.max_num_seqs, config.max_model_len, lookahead, runner.device)
         self.speculator = Speculator(
             runner,
@@ -85,11 +96,23 @@ class Engine:
         self.scheduler = Scheduler(
             self.state, BlockPool(num_blocks), self.speculator.release, reserve=lookahead if config.exact else None
         )
+        self._prompts = PromptFeeder(runner, self.state, config)
+        self.graphs: RoundGraphs | None = None
+        if runner.device.type == "cuda":
+            self.graphs = RoundGraphs(runner, self.state, speculation.verification, drafter, exact=config.exact)
 
     @torch.inference_mode()
-    def prepare(self) -> None:
-        """Do once what would otherwise delay the first request."""
-        self.speculator.prepare()
+    def prepare(self, counted: Callable[[list[Any], str], Iterable[Any]] = lambda items, _: items) -> None:
+        """Do once what would otherwise delay the first request: capture rounds on a card, measure what they cost.
+
+        `counted` goes through a list and shows how far it is.
+        """
+        if self.graphs is None:
+            self.speculator.prepare()
+            return
+        most = self.speculation.num_speculative_tokens
+        self.graphs.prepare(self.config.max_num_seqs, most, counted)
+        self.speculator.prepare(self.graphs.costs())
 
     @property
     def drafter(self) -> Drafter | None:
@@ -119,109 +142,118 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Feed prompts, then run one round."""
+        """Feed prompts, start a round, and read the one before it (on a CPU: this one)."""
         self.scheduler.admit()
-        self._feed_prompts()
-        ready = [one for one in self.scheduler.running if one.uncached == 0]
+        self._prompts.feed(self.scheduler.running)
+        ready = self._ready()
+        if self._flights and self._must_read_first(ready):
+            self._read(0)
+            ready = self._ready()
         # Oldest first: what one row needs may send away younger ones, which then no longer run.
         ready = [one for one in ready if one.slot is not None and self.scheduler.secure(one)]
-        if not ready:
-            return
-        plan = self._plan(ready)
+        if ready:
+            self._flights.append(self._launch(ready))
+        self._read(self._depth if ready else 0)
+
+    def _ready(self) -> list[Sequence]:
+        return [one for one in self.scheduler.running if one.uncached == 0]
+
+    def _must_read_first(self, ready: list[Sequence]) -> bool:
+        """Whether the next round must wait for the host to read the last one.
+
+        It must where that one may have ended a text (another round would be wasted on it), where somebody would have
+        to be sent away for want of room, or where a drafter needs to see the tokens on the host.
+        """
+        if any(one.ahead and one.reach >= one.limit for one in ready) or not self.speculator.device_side(ready):
+            return True
+        return not all(self.scheduler.grow(one, one.reach) for one in ready)
+
+    def _read(self, leave: int) -> None:
+        """Read rounds back until only `leave` are under way."""
+        while len(self._flights) > leave:
+            self._collect(self._flights.popleft())
+
+    def _launch(self, ready: list[Sequence]) -> Flight:
+        """Decide how far to draft for each row, and start the round."""
+        wanted = self.speculator.lengths(ready, max(self.config.prefill_chunk_size, LEAST_CATCH_UP))
+        for place, sequence in enumerate(ready):
+            if wanted[place] and not self.scheduler.grow(sequence, sequence.reach + wanted[place]):
+                wanted[place] = 0  # no room for guesses: decode plainly rather than send somebody away
+        flight = self._replay(ready, wanted) or self._run(ready, wanted)
+        for sequence, length in zip(ready, wanted, strict=True):
+            sequence.ahead += length + 1
+        self.figures.rounds += 1
+        return flight
+
+    def _replay(self, ready: list[Sequence], wanted: list[int]) -> Flight | None:
+        """Start a captured round; None where there is none for this."""
+        drafter = self.speculator.lone_drafter(ready, wanted)
+        if self.graphs is None or (drafter is not self.drafter and any(wanted)):
+            return None
+        num_tokens = self._lookahead if self.config.exact else max(wanted)
+        result = self.graphs.replay(ready, wanted, num_tokens, _reported(ready))
+        if result is None:
+            return None
+        members = tuple(place for place, length in enumerate(wanted) if length)
+        served = [(drafter, members)] if drafter is not None and members else []
+        return Flight(ready, wanted, served, Readback(result))
+
+    def _run(self, ready: list[Sequence], wanted: list[int]) -> Flight:
+        """Run a round operation by operation."""
         began = time.perf_counter()
+        plan = self._plan(ready, wanted)
         proposal, served = propose(plan, self.runner.vocab_size, self.speculator.failed)
         if not plan.fixed_width and self.runner.device.type == "cpu":
             proposal = proposal.narrowed(int(proposal.lengths.max()))
         middle = time.perf_counter()
-        result = verify(plan, proposal, self.runner, self.state)
-        self.speculator.tell(served, plan, result.acceptance)
-        self._collect(ready, result)
+        readback = Readback(verify(plan, proposal, self.runner, self.state))
         self.figures.propose_seconds += middle - began
         self.figures.verify_seconds += time.perf_counter() - middle
+        return Flight(ready, wanted, [(share.drafter, share.members) for share in served], readback)
 
-    def _feed_prompts(self) -> None:
-        """Feed what the target's cache lacks, oldest first, one chunk's worth a step."""
-        budget = self.config.prefill_chunk_size
-        for sequence in self.scheduler.running:
-            if budget <= 0:
-                return
-            if sequence.uncached > 0:
-                budget -= self._feed(sequence, budget)
-
-    def _feed(self, sequence: Sequence, budget: int) -> int:
-        """Feed one chunk. Chunks end at multiples of the chunk size, so their shape depends on the prompt alone."""
-        size = self.config.prefill_chunk_size
-        begin = sequence.cached
-        end = min(len(sequence) - 1, (begin // size + 1) * size)
-        if end - begin > budget and budget < size:
-            return budget  # what is left of this step's budget does not hold the chunk
-        reports = sequence.request.params.prompt_logprobs is not None and begin < sequence.prompt_length - 1
-        if reports:
-            end = min(end, begin + PROMPT_LOGPROB_CHUNK)
-        rows = self.state.gather([sequence])
-        positions = torch.arange(begin, end, device=self.runner.device)[None]
-        fed = (rows.tokens[:, begin:end], positions, rows.tables, end, rows.start)
-        if reports:
-            self._report_prompt(sequence, self.runner.forward(*fed), begin, end)
-        else:
-            self.runner.feed(*fed)
-        sequence.cached = end
-        return end - begin
-
-    def _report_prompt(self, sequence: Sequence, logits: torch.Tensor, begin: int, end: int) -> None:
-        """Note the log-probabilities of the prompt tokens after `begin`, once (not again after a preemption)."""
-        known = len(sequence.prompt_logprobs) - 1
-        following = sequence.request.prompt_token_ids[begin + 1 : end + 1]
-        if known > begin or not following:
-            return
-        taken = torch.tensor([following], device=logits.device)
-        report = logprobs(logits[:, : len(following)], taken, sequence.request.params.prompt_logprobs or 0)
-        for at, token in enumerate(following):
-            top = dict(zip(report.top_ids[0, at].tolist(), report.top[0, at].tolist(), strict=True))
-            sequence.prompt_logprobs.append(TokenLogprob(token, float(report.taken[0, at]), top))
-
-    def _plan(self, ready: list[Sequence]) -> RoundPlan:
-        """Decide how far to draft for each row, and with which drafter."""
-        wanted = self.speculator.lengths(ready, max(self.config.prefill_chunk_size, LEAST_CATCH_UP))
-        for place, sequence in enumerate(ready):
-            if wanted[place] and not self.scheduler.grow(sequence, len(sequence) + wanted[place]):
-                wanted[place] = 0  # no room for guesses: decode plainly rather than send somebody away
+    def _plan(self, ready: list[Sequence], wanted: list[int]) -> RoundPlan:
         exact = self.config.exact
         num_tokens = self._lookahead if exact else max(wanted)
         rows = self.state.gather(ready, pad_to=self.config.max_num_seqs if exact else 0, room=num_tokens + 1)
-        asked = [one.request.params.logprobs for one in ready if one.request.params.logprobs is not None]
         return RoundPlan(
             rows=rows,
-            allowance=torch.tensor(wanted + [0] * (len(rows.slots) - len(ready)), device=self.state.device),
+            allowance=upload(wanted + [0] * (len(rows.slots) - len(ready)), self.state.device),
             num_tokens=num_tokens,
             drafting=self.speculator.shares(ready, wanted),
             verification=self.speculation.verification,
-            num_logprobs=max(asked) if asked else None,
+            num_logprobs=_reported(ready),
             fixed_width=exact,
         )
 
-    def _collect(self, ready: list[Sequence], result: RoundResult) -> None:
-        """Read a round back: append tokens up to each sequence's end, keep the books, let go of what is finished."""
-        tokens = result.acceptance.tokens.tolist()
-        accepted = result.acceptance.num_accepted.tolist()
-        drafted = result.proposal.lengths.tolist()
+    def _collect(self, flight: Flight) -> None:
+        """Read a round: append tokens up to each sequence's end, keep the books, let go of what is finished."""
+        packed, report = flight.readback.rows()
         now = time.perf_counter()
-        broken = result.broken.tolist()
-        report = None if result.logprobs is None else [one.tolist() for one in result.logprobs]
-        for row, sequence in enumerate(ready):
-            try:
-                if broken[row]:
-                    raise FloatingPointError("the target's logits are not numbers (NaN)")
-                kept = self._append(sequence, tokens[row], accepted[row], drafted[row], now)
-                if report is not None and sequence.request.params.logprobs is not None:
-                    _report(sequence, [column[row][:kept] for column in report])
-                self._book(sequence, drafted[row], accepted[row], kept)
-            except Exception as error:
-                logger.exception("request %s failed and is ended; others go on", sequence.request.id)
-                sequence.fail(f"{type(error).__name__}: {error}")
-            if sequence.finished:
-                self.scheduler.retire(sequence)
-        self.figures.rounds += 1
+        for drafter, members in flight.served:
+            alive = [member for member in members if not flight.sequences[member].finished]
+            accepted = [packed[member][-3] for member in alive]
+            self.speculator.tell(drafter, [flight.sequences[member] for member in alive], accepted)
+        for row, sequence in enumerate(flight.sequences):
+            sequence.ahead -= flight.wanted[row] + 1
+            if not sequence.finished:  # neither aborted nor ended in the round before this one
+                columns = None if report is None else [column[row] for column in report]
+                self._take_in(sequence, packed[row], columns, now)
+
+    def _take_in(self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float) -> None:
+        """Give a sequence what a round made for it; its fault is its own."""
+        *tokens, accepted, drafted, broken = packed
+        try:
+            if broken:
+                raise FloatingPointError("the target's logits are not numbers (NaN)")
+            kept = self._append(sequence, tokens, accepted, drafted, now)
+            if columns is not None and sequence.request.params.logprobs is not None:
+                _report(sequence, [column[:kept] for column in columns])
+            self._book(sequence, drafted, accepted, kept)
+        except Exception as error:
+            logger.exception("request %s failed and is ended; others go on", sequence.request.id)
+            sequence.fail(f"{type(error).__name__}: {error}")
+        if sequence.finished:
+            self.scheduler.retire(sequence)
 
     def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int) -> None:
         """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted."""
@@ -243,6 +275,12 @@ class Engine:
             if sequence.finished:
                 return place + 1
         return accepted + 1
+
+
+def _reported(sequences: list[Sequence]) -> int | None:
+    """How many likeliest tokens anybody wants to know of; None where nobody asked."""
+    asked = [one.request.params.logprobs for one in sequences if one.request.params.logprobs is not None]
+    return max(asked) if asked else None
 
 
 def _report(sequence: Sequence, columns: list[list[Any]]) -> None:

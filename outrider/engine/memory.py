@@ -16,15 +16,24 @@ from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, blocks_for
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig
+    from outrider.model.runner import TorchRunner
 
-__all__ = ["sized"]
+__all__ = ["sized", "working_bytes"]
 
 logger = logging.getLogger("outrider")
 CPU_SHARE = 0.25  # of the memory that is free, where no budget is given
+SCORE_BYTES = 32  # a logit under every rule at once: fp32 scores and noise, sorted copies with their ids, masks
+GRAPH_BYTES = 1 << 29  # captured rounds: their launches, and what they keep between them
 
 
 def sized(
-    config: EngineConfig, context_length: int, bytes_per_slot: int, lookahead: int, device: torch.device
+    config: EngineConfig,
+    context_length: int,
+    bytes_per_slot: int,
+    lookahead: int,
+    device: torch.device,
+    *,
+    working: int = 0,
 ) -> tuple[EngineConfig, int]:
     """Fix ``max_model_len`` and the number of cache blocks.
 
@@ -34,6 +43,7 @@ def sized(
         bytes_per_slot: Bytes a cached token takes, in target and draft together.
         lookahead: Guesses that need room behind a full sequence.
         device: Where the cache will live.
+        working: Bytes that passes and captured rounds need besides weights and cache.
 
     Raises:
         ConfigError: `max_model_len` is beyond the model's context.
@@ -41,7 +51,7 @@ def sized(
     """
     require_context(config.max_model_len, context_length)
     longest = config.max_model_len or context_length
-    budget = _budget(config, device)
+    budget = _budget(config, device, working)
     blocks = budget // (bytes_per_slot * BLOCK_SIZE) - RESERVED
     room = lookahead if config.exact else 0  # exact mode reserves a sequence's guesses too
     fits = (blocks * BLOCK_SIZE - room) if blocks > 0 else 0
@@ -64,13 +74,25 @@ def sized(
     return replace(config, max_model_len=longest), min(blocks, most_useful) + RESERVED
 
 
-def _budget(config: EngineConfig, device: torch.device) -> int:
+def working_bytes(runners: list[TorchRunner], config: EngineConfig, lookahead: int) -> int:
+    """Measure what passes need besides weights and cache: a chunk of a prompt, a round's scores, captured rounds.
+
+    0 on a CPU, where memory is not shared out beforehand.
+    """
+    if runners[0].device.type != "cuda":
+        return 0
+    chunk = max(runner.activation_bytes(config.prefill_chunk_size) for runner in runners)
+    scores = config.max_num_seqs * (lookahead + 1) * runners[0].vocab_size * SCORE_BYTES
+    return chunk + scores + GRAPH_BYTES
+
+
+def _budget(config: EngineConfig, device: torch.device, working: int) -> int:
     """Bytes for keys and values."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * config.gpu_memory_utilization) - (total - free))
+        return max(0, int(total * config.gpu_memory_utilization) - (total - free) - working)
     return int(_free_memory() * CPU_SHARE)
 
 

@@ -1,7 +1,8 @@
 """One round: propose, run the target, choose, verify, commit. Everything the engine does turns on this.
 
 Plain decoding is a round with an empty proposal. Nothing here asks the host for a decision or reads a value back:
-shapes come from the plan, values stay on the device until the engine collects them.
+shapes come from the plan, values stay on the device until the engine collects them. On a card the whole of it is
+captured once and replayed (`engine/graphs.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.config import Verification
-from outrider.draft.drafter import Drafter, DraftRows
+from outrider.kernels.choose import take
+from outrider.kernels.launch import uses_kernels
+from outrider.kernels.tail import accept_and_commit, pack_and_commit
 from outrider.proposal import Acceptance, Proposal
 from outrider.sampling.choose import TokenLogprobs, choose, distribution, logprobs
 from outrider.sampling.random import round_seeds
@@ -24,6 +27,7 @@ from outrider.verify.typical import verify_typical
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from outrider.draft.drafter import Drafter
     from outrider.engine.state import DeviceState, Rows
     from outrider.model.runner import Runner
 
@@ -36,13 +40,13 @@ class Drafting:
 
     Attributes:
         drafter: Who guesses.
-        members: The rows it guesses for, by their place in the plan.
-        index: The same on the device, ``[b]``.
+        members: The rows it guesses for, by their place in the plan; none named means all.
+        index: The same on the device, ``[b]``; None for all.
     """
 
     drafter: Drafter
-    members: tuple[int, ...]
-    index: torch.Tensor
+    members: tuple[int, ...] = ()
+    index: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,12 @@ class RoundResult:
     """What one round gave, still on the device.
 
     Attributes:
-        proposal: What was judged.
-        acceptance: What was committed.
-        broken: Rows whose committed tokens come from logits that are not numbers, ``[B]``.
+        packed: For each row what `kernels.tail` packs: its K+1 tokens, how many guesses were accepted, how many were
+            made, and whether its logits were broken (NaN), ``[B, K+4]``.
         logprobs: The target's log-probabilities, where anybody asked.
     """
 
-    proposal: Proposal
-    acceptance: Acceptance
-    broken: torch.Tensor
+    packed: torch.Tensor
     logprobs: TokenLogprobs | None
 
 
@@ -97,10 +98,11 @@ def propose(
     served = []
     for share in plan.drafting:
         try:
-            part = share.drafter.propose(_draft_rows(plan, share), plan.num_tokens)
+            seen = rows.drafting(plan.verification.draws_guesses, share.members, share.index)
+            part = share.drafter.propose(seen, plan.num_tokens)
             if part.probs is not None and part.probs.shape[-1] != vocab_size:
                 raise ValueError(f"q is over {part.probs.shape[-1]} ids, but the target has {vocab_size}")
-            proposal = proposal.with_rows(share.index, part)
+            proposal = part if share.index is None else proposal.with_rows(share.index, part)
             served.append(share)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target goes on without
             on_failure(share.drafter, error)
@@ -114,14 +116,23 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
     positions = rows.lengths[:, None] - 1 + steps
     context = max(rows.host_lengths) + proposal.num_tokens
     logits = runner.forward(fed, positions, rows.tables, context, rows.start)
-    ends = rows.lengths[:, None] + steps
-    tokens = rows.tokens.scatter(1, ends[:, :-1], proposal.tokens)
-    acceptance = judge(plan.verification, proposal, logits, rows.rules, Prefix(tokens, ends))
-    report = None if plan.num_logprobs is None else logprobs(logits, acceptance.tokens, plan.num_logprobs)
-    commit(acceptance, rows, ends, state)
-    # Where any logit is NaN, argmax finds that one: looking at the tokens taken is enough.
-    nan = logits.gather(-1, acceptance.tokens[..., None])[..., 0].isnan() & (steps <= acceptance.num_accepted[:, None])
-    return RoundResult(proposal, acceptance, nan.any(1), report)
+    ends = positions + 1
+    tokens = rows.tokens
+    if proposal.num_tokens and not rows.rules.flags.simple:
+        tokens = tokens.scatter(1, ends[:, :-1], proposal.tokens)
+    prefix = Prefix(tokens, ends)
+    after = rows.index, state.tokens, state.lengths, state.limits
+    coupled = plan.verification is Verification.COUPLED or proposal.num_tokens == 0
+    if coupled and uses_kernels(logits.device) and not plan.fixed_width:
+        chosen, best = take(logits, rows.rules, prefix)
+        packed = accept_and_commit(chosen, best, proposal.tokens, proposal.lengths, *after)
+    else:
+        acceptance = judge(plan.verification, proposal, logits, rows.rules, prefix)
+        chosen = acceptance.tokens
+        # Where any logit is NaN, argmax finds that one: looking at the tokens taken is enough.
+        broken = logits.gather(-1, chosen[..., None])[..., 0].isnan() & (steps <= acceptance.num_accepted[:, None])
+        packed = pack_and_commit(chosen, acceptance.num_accepted, proposal.lengths, broken.any(1), *after)
+    return RoundResult(packed, None if plan.num_logprobs is None else logprobs(logits, chosen, plan.num_logprobs))
 
 
 def judge(
@@ -135,25 +146,3 @@ def judge(
         return verify_typical(proposal, p, choose(logits, rules, prefix))
     judged = verify_block if verification is Verification.BLOCK else verify_rejection
     return judged(proposal, p, round_seeds(rules.seeds, prefix.ends[:, 0]), prefix.ends)
-
-
-def commit(acceptance: Acceptance, rows: Rows, ends: torch.Tensor, state: DeviceState) -> None:
-    """Append what was accepted. What lies behind a row's new length is overwritten before it is read."""
-    state.tokens[rows.index[:, None], ends.clamp(max=state.tokens.shape[1] - 1)] = acceptance.tokens
-    state.lengths[rows.index] = rows.lengths + acceptance.lengths
-    state.lengths[state.idle] = 1
-
-
-def _draft_rows(plan: RoundPlan, share: Drafting) -> DraftRows:
-    rows = plan.rows
-    everyone = len(share.members) == len(rows.slots)
-    return DraftRows(
-        slots=tuple(rows.slots[member] for member in share.members),
-        tokens=rows.tokens[share.index],
-        lengths=rows.lengths[share.index],
-        host_lengths=tuple(rows.host_lengths[member] for member in share.members),
-        tables=rows.tables[share.index],
-        start=rows.start,
-        rules=rows.rules if everyone else rows.rules.picked(share.index),
-        independent=plan.verification.draws_guesses,
-    )

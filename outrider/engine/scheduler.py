@@ -93,7 +93,7 @@ class Scheduler:
 
     def secure(self, sequence: Sequence) -> bool:
         """Own blocks for what the sequence holds now, preempting the youngest for it; False where that was itself."""
-        while not self.grow(sequence, len(sequence)):
+        while not self.grow(sequence, sequence.reach):
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is sequence:

@@ -7,21 +7,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-import torch
-
-from outrider.draft.drafter import DraftRows
-from outrider.engine.controller import Controller
+from outrider.engine.controller import Controller, Costs
 from outrider.engine.cost import measured, measured_draft
 from outrider.engine.round import Drafting
+from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from outrider.draft.drafter import Drafter
-    from outrider.engine.round import RoundPlan
     from outrider.engine.state import DeviceState
     from outrider.model.runner import Runner
-    from outrider.proposal import Acceptance
     from outrider.sequence import Sequence
 
 __all__ = ["Speculator"]
@@ -70,8 +66,10 @@ class Speculator:
         if drafter is not None and drafter not in self._drafters:
             self._drafters.append(drafter)
 
-    def prepare(self) -> None:
-        """Measure what passes and drafts cost now, rather than in the first request's time."""
+    def prepare(self, costs: Costs | None = None) -> None:
+        """Measure what passes and drafts cost now, rather than in the first request's time; or take it as given."""
+        if costs is not None:
+            self._controller = Controller(costs)
         if self._adaptive and self.drafter is not None:
             self._control(self.drafter)
 
@@ -83,20 +81,35 @@ class Speculator:
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
         """
         wanted = [self._length(sequence, len(ready)) for sequence in ready]
+        lagging: dict[int, list[tuple[Sequence, int]]] = {}
         for place, sequence in enumerate(ready):
             drafter = self._drafter_of(sequence)
             if not wanted[place] or drafter is None or sequence.slot is None:
                 continue
             try:
-                missing = drafter.missing(sequence.slot, len(sequence))
-                if missing and budget > 0:
-                    drafter.catch_up(self._draft_row(sequence), min(missing, budget))
+                missing = drafter.missing(sequence.slot, sequence.settled)
             except Exception as error:  # noqa: BLE001 - whatever a drafter does, requests go on
                 self.failed(drafter, error)
-                missing = budget + 1
+                wanted[place] = 0
+                continue
+            if missing and budget > 0:
+                lagging.setdefault(id(drafter), []).append((sequence, min(missing, budget)))
             wanted[place] = wanted[place] if missing <= budget else 0
             budget = max(0, budget - missing)
+        for rows in lagging.values():
+            failed = self._catch_up(rows)
+            wanted = [0 if failed and one in failed else length for one, length in zip(ready, wanted, strict=True)]
         return wanted
+
+    def _catch_up(self, lagging: list[tuple[Sequence, int]]) -> list[Sequence]:
+        """Feed one drafter's lagging rows; give those that it failed."""
+        sequences = [sequence for sequence, _ in lagging]
+        drafter = self._drafter_of(sequences[0])
+        if drafter is None:
+            return sequences
+        rows = self._state.gather(sequences).drafting(self._independent)
+        work = partial(drafter.catch_up, rows, tuple(count for _, count in lagging))
+        return [] if self._guarded(drafter, work) else sequences
 
     def shares(self, ready: list[Sequence], wanted: list[int]) -> tuple[Drafting, ...]:
         """Give each drafter the rows that it drafts for."""
@@ -106,8 +119,18 @@ class Speculator:
                 place for place, one in enumerate(ready) if wanted[place] and self._drafter_of(one) is drafter
             )
             if members:
-                shares.append(Drafting(drafter, members, torch.tensor(members, device=self._state.device)))
+                shares.append(Drafting(drafter, members, upload(members, self._state.device)))
         return tuple(shares)
+
+    def lone_drafter(self, sequences: list[Sequence], wanted: list[int]) -> Drafter | None:
+        """Give the drafter of all rows that want guesses, where it is one."""
+        drafters = [self._drafter_of(one) for one, length in zip(sequences, wanted, strict=True) if length]
+        return drafters[0] if drafters and all(one is drafters[0] for one in drafters) else None
+
+    def device_side(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether all that draft for these sequences need nothing of the host: the host may lag a round behind."""
+        drafters = {id(one): one for one in map(self._drafter_of, sequences) if one is not None}
+        return all(drafter.device_side for drafter in drafters.values())
 
     def _drafter_of(self, sequence: Sequence) -> Drafter | None:
         own: Drafter | None = sequence.request.drafter
@@ -122,8 +145,8 @@ class Speculator:
         asked = params.draft_length
         most = self._num_tokens if asked is None else asked
         most = min(most, self._longest, sequence.limit - len(sequence) - 1)
-        if drafter.context_length is not None and most > drafter.context_length - len(sequence):
-            most = max(0, drafter.context_length - len(sequence))
+        if drafter.context_length is not None and most > drafter.context_length - sequence.reach:
+            most = max(0, drafter.context_length - sequence.reach)
             self._note_limit(sequence, drafter)
         if most <= 0 or not self._adaptive or asked is not None:
             return max(0, most)
@@ -145,34 +168,13 @@ class Speculator:
             self._controller.note_cost(drafter.name, measured_draft(drafter, self._state, most))
         return self._controller
 
-    def _draft_row(self, sequence: Sequence) -> DraftRows:
-        rows = self._state.gather([sequence])
-        return DraftRows(
-            slots=rows.slots,
-            tokens=rows.tokens,
-            lengths=rows.lengths,
-            host_lengths=rows.host_lengths,
-            tables=rows.tables,
-            start=rows.start,
-            rules=rows.rules,
-            independent=self._independent,
-        )
-
     # --- after it
 
-    def tell(self, served: tuple[Drafting, ...], plan: RoundPlan, acceptance: Acceptance) -> None:
-        """Let each drafter that guessed know how its guesses fared."""
-        if not served:
-            return
-        rows, accepted = plan.rows, acceptance.num_accepted.tolist()
-        for share in served:
-            told = (
-                tuple(rows.slots[member] for member in share.members),
-                tuple(rows.host_lengths[member] for member in share.members),
-                tuple(accepted[member] for member in share.members),
-            )
-            if self._guarded(share.drafter, partial(share.drafter.commit, *told)):
-                self._failures.pop(id(share.drafter), None)
+    def tell(self, drafter: Drafter, sequences: list[Sequence], accepted: list[int]) -> None:
+        """Let a drafter know how its guesses fared, before the sequences take in what was committed."""
+        told = tuple(one.slot for one in sequences if one.slot is not None), tuple(len(one) for one in sequences)
+        if self._guarded(drafter, partial(drafter.commit, *told, tuple(accepted))):
+            self._failures.pop(id(drafter), None)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Take in how a sequence's guesses fared, for the lengths to come."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.draft.drafter import DraftRows
 from outrider.model.kv_cache import BLOCK_SIZE, TRASH_BLOCK, blocks_for
-from outrider.sampling.rules import Rules, RuleTable
+from outrider.sampling.rules import RuleFlags, Rules, RuleTable
+from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -27,9 +29,10 @@ class Rows:
         slots: Their slots; the idle slot stands in where a pass is padded.
         index: The same on the device, ``[B]``.
         tokens: ``[B, L]``, a copy.
-        lengths: Committed tokens, ``[B]``, and as the host knows them.
+        lengths: Committed tokens, ``[B]``.
+        host_lengths: The most they can be, as far as the host knows: it may lag a round behind.
         tables: Blocks, ``[B, blocks]``.
-        start: First cache slot of the only row, where its blocks lie in order.
+        start: First cache slot of the only row, where its blocks lie in order and its length is known.
         rules: Sampling parameters.
     """
 
@@ -41,6 +44,23 @@ class Rows:
     tables: torch.Tensor
     start: int | None
     rules: Rules
+
+    def drafting(
+        self, independent: bool, members: tuple[int, ...] = (), index: torch.Tensor | None = None
+    ) -> DraftRows:
+        """Give what a drafter sees of these rows, or of some `members` (`index` says the same on the device)."""
+        chosen = members or tuple(range(len(self.slots)))
+        everyone = index is None or len(chosen) == len(self.slots)
+        return DraftRows(
+            slots=tuple(self.slots[member] for member in chosen),
+            tokens=self.tokens.clone() if index is None else self.tokens[index],
+            lengths=self.lengths if everyone or index is None else self.lengths[index],
+            host_lengths=tuple(self.host_lengths[member] for member in chosen),
+            tables=self.tables if everyone or index is None else self.tables[index],
+            start=self.start,
+            rules=self.rules if everyone or index is None else self.rules.picked(index),
+            independent=independent,
+        )
 
 
 class DeviceState:
@@ -58,6 +78,7 @@ class DeviceState:
         width = max_length + lookahead + 1
         self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots + 1, dtype=torch.long, device=device)
+        self.limits = torch.ones(num_slots + 1, dtype=torch.long, device=device)
         self.tables = torch.full((num_slots + 1, blocks_for(width)), TRASH_BLOCK, dtype=torch.long, device=device)
         self.rules = RuleTable(num_slots + 1, device)
         self.device = device
@@ -74,8 +95,9 @@ class DeviceState:
         slot = self._free.pop()
         sequence.slot = slot
         self._holders[slot] = sequence
-        self.tokens[slot, : len(sequence)] = torch.tensor(sequence.tokens, device=self.device)
+        self.tokens[slot, : len(sequence)] = upload(sequence.tokens, self.device)
         self.lengths[slot] = len(sequence)
+        self.limits[slot] = sequence.limit
         request = sequence.request
         self.rules.write(
             slot,
@@ -90,7 +112,7 @@ class DeviceState:
         """Take the slot back; its blocks are no longer written."""
         assert sequence.slot is not None
         self.tables[sequence.slot] = TRASH_BLOCK
-        self.lengths[sequence.slot] = 1
+        self.lengths[sequence.slot] = self.limits[sequence.slot] = 1
         del self._holders[sequence.slot]
         self._free.append(sequence.slot)
         sequence.slot = None
@@ -99,22 +121,18 @@ class DeviceState:
         """Append blocks to a sequence's table."""
         begin = len(sequence.blocks)
         sequence.blocks.extend(blocks)
-        self.tables[sequence.slot, begin : begin + len(blocks)] = torch.tensor(list(blocks), device=self.device)
+        self.tables[sequence.slot, begin : begin + len(blocks)] = upload(blocks, self.device)
 
     def gather(self, sequences: Seq[Sequence], *, pad_to: int = 0, room: int = 0) -> Rows:
         """Gather the rows of some sequences, idle ones after them up to `pad_to`.
 
-        Tokens are copied as far as the longest row and `room` more columns reach.
+        On a CPU tokens are copied as far as the longest row and `room` more columns reach; on a card all are, so that
+        shapes stay the same.
         """
-        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        lengths = [len(sequence) for sequence in sequences]
-        padding = max(0, pad_to - len(slots))
-        if padding:
-            self._write_idle_rules()
-        slots += [self.idle] * padding
-        lengths += [1] * padding
-        width = min(self.tokens.shape[1], max(lengths) + room)
-        index = torch.tensor(slots, device=self.device)
+        slots, lengths = self.places(sequences, pad_to), [sequence.reach for sequence in sequences]
+        lengths += [1] * (len(slots) - len(lengths))
+        width = self.tokens.shape[1] if self.device.type == "cuda" else min(self.tokens.shape[1], max(lengths) + room)
+        index = upload(slots, self.device)
         return Rows(
             tuple(slots),
             index,
@@ -122,8 +140,30 @@ class DeviceState:
             self.lengths[index],
             tuple(lengths),
             self.tables[index],
-            _start(sequences[0]) if len(slots) == len(sequences) == 1 else None,
+            _start(sequences[0]) if len(slots) == len(sequences) == 1 and not sequences[0].ahead else None,
             self.rules.select(slots),
+        )
+
+    def places(self, sequences: Seq[Sequence], pad_to: int) -> list[int]:
+        """Give the slots of some sequences, and the idle one after them up to `pad_to`."""
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        padding = max(0, pad_to - len(slots))
+        if padding:
+            self._write_idle_rules()
+        return slots + [self.idle] * padding
+
+    def gather_at(self, index: torch.Tensor, flags: RuleFlags) -> Rows:
+        """Gather whatever rows `index` ``[B]`` names when this runs: all on the device, for a captured round."""
+        num_rows, width = len(index), self.tokens.shape[1]
+        return Rows(
+            (self.idle,) * num_rows,
+            index,
+            self.tokens[index],
+            self.lengths[index],
+            (width,) * num_rows,
+            self.tables[index],
+            None,
+            self.rules.gather(index, flags),
         )
 
     def _write_idle_rules(self) -> None:

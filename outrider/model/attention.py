@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from outrider.model.kv_cache import BLOCK_SIZE, KVCache, LayerShape
 from outrider.model.load import set_attention
+from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,7 +139,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    step: Step | Probe | None = None,
+    step: Step | PagedStep | Probe | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from T fresh positions a row; positions decide what is seen, `attention_mask` is not used.
@@ -153,6 +154,8 @@ def attend(
     if step is None:
         raise RuntimeError("this model's attention belongs to an Outrider engine; give it back with engine.close()")
     step.store(layer, key, value)
+    if isinstance(step, PagedStep):
+        return step.attend(layer, query.transpose(1, 2), scale, sliding_window, softcap), None
     keys, values = step.load(step.cache.keys[layer]), step.load(step.cache.values[layer])
     batch, heads, steps, dim = query.shape
     group = heads // keys.shape[1]

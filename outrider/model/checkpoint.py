@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +17,15 @@ from typing import Any, Literal
 
 from outrider.errors import ModelLoadError
 
-__all__ = ["Checkpoint", "default_model_source", "first_line", "locate", "stored_dtype"]
+__all__ = [
+    "Checkpoint",
+    "StoredTensor",
+    "default_model_source",
+    "first_line",
+    "locate",
+    "stored_dtype",
+    "stored_tensors",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +50,16 @@ class Checkpoint:
     kind: Literal["safetensors", "gguf"]
     path: Path
     name: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a safetensors header says of a tensor: `count` elements of `dtype` ("BF16", "F8_E4M3") in `num_bytes`."""
+
+    name: str
+    dtype: str
+    count: int
+    num_bytes: int
 
 
 def first_line(error: BaseException) -> str:
@@ -231,17 +251,26 @@ def _check_header(path: Path) -> None:
         ) from error
 
 
-def stored_dtype(folder: Path, config: Any) -> str:
-    """The dtype a checkpoint was saved in: what its config says, else that of the most floating tensors."""
-    stated = getattr(config, "dtype", None)
-    if stated is not None:
-        return str(stated).removeprefix("torch.")
-    paths = _safetensors(folder, folder.name)
-    counts: dict[str, int] = {}
-    for path in paths[:1]:
+def stored_tensors(folder: Path) -> list[StoredTensor]:
+    """Every tensor of a folder's safetensors files, from their headers alone."""
+    found = []
+    for path in _safetensors(folder, folder.name):
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for key, entry in header.items():
-            if key != "__metadata__" and entry["dtype"] in _DTYPES:
-                counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + 1
-    return _DTYPES[max(counts, key=lambda dtype: counts[dtype])] if counts else "float32"
+            if key != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found.append(StoredTensor(key, entry["dtype"], math.prod(entry["shape"]), end - begin))
+    return found
+
+
+def stored_dtype(tensors: list[StoredTensor], config: Any) -> str:
+    """The dtype a checkpoint was saved in: what its config says, else that of the most floating tensors.
+
+    Scales do not count: they are fp32 beside weights of any kind.
+    """
+    stated = getattr(config, "dtype", None)
+    if stated is not None:
+        return str(stated).removeprefix("torch.")
+    counts = Counter(one.dtype for one in tensors if one.dtype in _DTYPES and "scale" not in one.name)
+    return _DTYPES[counts.most_common(1)[0][0]] if counts else "float32"

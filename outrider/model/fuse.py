@@ -38,7 +38,16 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["GatedMLP", "Optimization", "RMSNorm", "SharedProduct", "SharedProductPart", "describe", "optimize"]
+__all__ = [
+    "GatedMLP",
+    "Optimization",
+    "RMSNorm",
+    "SharedProduct",
+    "SharedProductPart",
+    "describe",
+    "is_plain_linear",
+    "optimize",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +213,7 @@ def _check(model: PreTrainedModel, quantization: str | None) -> None:
         return
     check_kind(quantization, model.device)
     for module in model.modules():
-        if not _is_linear(module):
+        if not is_plain_linear(module):
             continue
         weight = module.weight
         check_kind(quantization, weight.device)
@@ -215,10 +224,12 @@ def _check(model: PreTrainedModel, quantization: str | None) -> None:
             )
 
 
-def _is_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether this is a linear layer and nothing more (no subclass, hook or patched forward that would be lost)."""
     if not isinstance(module, nn.Linear | Conv1D) or type(module) not in (nn.Linear, Conv1D):
         return False
+    if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point() or module.weight.itemsize == 1:
+        return False  # quantised already: a tensor subclass (torchao), or codes that something else gives a scale
     hooks = module._forward_hooks or module._forward_pre_hooks  # noqa: SLF001 - torch offers no other way to see them
     return not hooks and "forward" not in module.__dict__
 
@@ -265,7 +276,7 @@ def _stackable(modules: Sequence[object]) -> bool:
     """Whether all are linear layers that one product can stand for."""
     traits = set()
     for module in modules:
-        if not isinstance(module, nn.Linear) or not _is_linear(module):
+        if not isinstance(module, nn.Linear) or not is_plain_linear(module):
             return False
         traits.add((module.in_features, module.weight.dtype, module.weight.device, module.bias is None))
     return len(traits) == 1
@@ -328,7 +339,7 @@ def _replace_linears(model: PreTrainedModel, quantization: Quantization | None) 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
     for parent in _parents(model):
         for name, child in list(parent.named_children()):
-            if _is_linear(child):
+            if is_plain_linear(child):
                 yield parent, name, child
 
 

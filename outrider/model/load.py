@@ -10,17 +10,27 @@ import json
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.errors import ConfigError, ModelLoadError, UnsupportedModelError
-from outrider.model.checkpoint import Checkpoint, default_model_source, first_line, locate, stored_dtype
+from outrider.model.checkpoint import (
+    Checkpoint,
+    default_model_source,
+    first_line,
+    locate,
+    stored_dtype,
+    stored_tensors,
+)
 from outrider.model.dtypes import parse_dtype, resolve_dtype
 from outrider.model.facts import context_length, eos_token_ids, require_context
 from outrider.model.gguf import converted_folder
+from outrider.model.quantised import plan_quantised
 from outrider.model.quiet import quiet_transformers
+from outrider.model.room import capacity_errors, dense_bytes, require_room, stored_bytes
 from outrider.model.support import TEXT_HALF_KEYS, causal_text_class, check_config, check_model
 
 if TYPE_CHECKING:
@@ -84,7 +94,8 @@ def load_model(
     checkpoint's own. A `max_model_len` beyond the model's context is refused before the weights are read.
 
     Raises: ConfigError for a bad dtype, device or length; UnsupportedModelError for an architecture that cannot be
-    served exactly; ModelLoadError for everything missing, broken or in another format.
+    served exactly or is quantised in a way that does not load here; ModelLoadError for everything missing, broken or in
+    another format; CapacityError for weights that do not fit on the device.
     """
     target_device = _device(device)
     asked = parse_dtype(dtype)
@@ -99,12 +110,21 @@ def load_model(
     whole = _read_config(checkpoint)
     config, model_class = causal_text_class(whole, checkpoint.name)
     check_config(config, model_class, checkpoint.name)
-    _check_quantization(config, checkpoint.name, target_device)
     if max_model_len is not None:
         require_context(max_model_len, context_length(config, checkpoint.name))
-    resolved = resolve_dtype(asked, stored_dtype(checkpoint.path, config), target_device)
+    tensors = stored_tensors(checkpoint.path)
+    expanded = plan_quantised(config, {one.dtype for one in tensors}, checkpoint.name, target_device)
+    resolved = resolve_dtype(asked, stored_dtype(tensors, config), target_device)
     keys = TEXT_HALF_KEYS.get(whole.model_type)
-    model = _read_weights(checkpoint, config, model_class, resolved, target_device, keys=keys)
+    needed = stored_bytes(tensors, resolved, keys) if expanded is None else dense_bytes(model_class, config, resolved)
+    require_room(needed, checkpoint.name, resolved, target_device)
+    if expanded is not None:
+        logger.warning(
+            "%s is quantised with %r; here its weights are expanded to %s and take %.2f GiB (%.2f as stored)",
+            checkpoint.name, expanded, resolved, needed / 2**30, sum(one.num_bytes for one in tensors) / 2**30,
+        )  # fmt: skip
+    with capacity_errors(checkpoint.name, resolved, target_device):
+        model = _read_weights(checkpoint, config, model_class, resolved, target_device, keys=keys)
     words = _read_tokenizer(checkpoint.path, checkpoint.name) if tokenizer is None else _given_tokenizer(tokenizer)
     return _describe(model, words, checkpoint.name)
 
@@ -178,16 +198,6 @@ def _read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return config
 
 
-def _check_quantization(config: PreTrainedConfig, name: str, device: torch.device) -> None:
-    stored = getattr(config, "quantization_config", None)
-    if stored is None or device.type != "cpu":
-        return
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    raise UnsupportedModelError(
-        f"{name} is quantised with {method!r}, whose kernels need a GPU; here use the plain checkpoint or a GGUF"
-    )
-
-
 def _read_weights(
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
@@ -198,7 +208,9 @@ def _read_weights(
     keys: dict[str, str] | None,
 ) -> PreTrainedModel:
     name = checkpoint.name
-    place: dict[str, Any] = {} if device.type == "cpu" or not _has_accelerate() else {"device_map": {"": device}}
+    place: dict[str, Any] = (
+        {} if device.type == "cpu" or find_spec("accelerate") is None else {"device_map": {"": device}}
+    )
     try:
         with quiet_transformers():
             loaded: Any = model_class.from_pretrained(
@@ -212,7 +224,7 @@ def _read_weights(
                 generation_config=_read_defaults(checkpoint, config),
                 **place,
             )
-            model: Any = loaded[0].to(device)
+            model: Any = loaded[0] if place else loaded[0].to(device)  # quantised models refuse to be moved
             info = loaded[1]
     except torch.OutOfMemoryError:
         raise
@@ -223,6 +235,8 @@ def _read_weights(
         ) from error
     _check_complete(name, info)
     check_model(model, name)
+    if getattr(model, "is_quantized", False) and model.dtype != dtype:
+        logger.warning("%s computes in %s, not in %s: its quantisation asks for that", name, model.dtype, dtype)
     ready: PreTrainedModel = model.eval().requires_grad_(False)
     return ready
 
@@ -238,12 +252,6 @@ def _read_defaults(checkpoint: Checkpoint, config: PreTrainedConfig) -> Any:
     except (ValueError, TypeError, OSError) as error:
         logger.warning("%s: generation_config.json is not used (%s)", checkpoint.name, first_line(error))
         return GenerationConfig.from_model_config(config)
-
-
-def _has_accelerate() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("accelerate") is not None
 
 
 def _check_complete(name: str, info: dict[str, Any]) -> None:
@@ -336,5 +344,5 @@ def _describe(model: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) 
         name=name,
         eos_token_ids=eos_token_ids(model, tokenizer),
         context_length=context_length(model.config.get_text_config(decoder=True), name),
-        vocab_size=int(head.weight.shape[0]),
+        vocab_size=int(getattr(head, "out_features", 0) or head.weight.shape[0]),  # packed weights have other rows
     )

@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from outrider.errors import UnsupportedModelError
+from outrider.errors import ConfigError, UnsupportedModelError
+from outrider.kernels.launch import uses_kernels
 from outrider.model.attention import Probe, Step, borrow, give_back
 from outrider.model.decoder import decoder_for
-from outrider.model.kv_cache import KVCache, LayerShape
+from outrider.model.device_decoder import DeviceDecoder, device_decoder_for
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, LayerShape, blocks_for
+from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
+    from outrider.kernels.weights import WeightQuantization
     from outrider.model.load import LoadedModel
 
 __all__ = ["Runner", "TorchRunner"]
@@ -46,6 +52,9 @@ class Runner(Protocol):
     ) -> None:
         """Feed tokens for their keys and values alone."""
 
+    def tune(self, num_tokens: Sequence[int]) -> None:
+        """Find the fastest way to compute passes of so many tokens."""
+
 
 class TorchRunner:
     """Runs one transformers model over a paged cache.
@@ -53,13 +62,17 @@ class TorchRunner:
     Args:
         loaded: The model, with its attention not yet switched.
         exact: Compute each position's attention alone, so that its bits do not depend on what shares the pass.
+        quantization: Of the weights, on a card: "fp8", "int8" or "int4". The model can then run in no other way.
 
     Raises:
+        ConfigError: The model's structure does not allow this quantization.
         UnsupportedModelError: Some layer does not attend through `AttentionInterface`, or asks for something that
             Outrider's attention does not do.
     """
 
-    def __init__(self, loaded: LoadedModel, *, exact: bool = False) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, exact: bool = False, quantization: WeightQuantization | None = None
+    ) -> None:
         self.model: PreTrainedModel = loaded.model
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length
@@ -74,6 +87,18 @@ class TorchRunner:
         borrow(self.model)
         self.layers = self._probed()
         self._decoder = decoder_for(self.model)
+        self._kernels = uses_kernels(self.device)
+        self._device_decoder: DeviceDecoder | None = None
+        if self._kernels:
+            self._device_decoder = device_decoder_for(
+                self.model, self._decoder, self.layers, self.context_length, quantization
+            )
+        if quantization is not None and self._device_decoder is None:
+            give_back(self.model)
+            raise ConfigError(
+                f"draft_quantization={quantization!r} is not possible for {self.model.config.model_type}: it is not of "
+                "the usual decoder structure; leave it off"
+            )
         self._cache: KVCache | None = None
 
     def close(self) -> None:
@@ -119,7 +144,9 @@ class TorchRunner:
             Logits in fp32, ``[B, T, V]``.
         """
         step, positions = self._step(positions, tables, context, start)
-        if self._decoder is not None:
+        if isinstance(step, PagedStep) and self._device_decoder is not None:
+            return self._device_decoder(tokens, step)
+        if isinstance(step, Step) and self._decoder is not None:
             return self._decoder(tokens, positions, step).float()
         output = self.model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
         logits: torch.Tensor = output.logits
@@ -136,17 +163,43 @@ class TorchRunner:
     ) -> None:
         """Run the model for its keys and values alone; arguments as for `forward`."""
         step, positions = self._step(positions, tables, context, start)
-        if self._decoder is not None:
+        if isinstance(step, PagedStep) and self._device_decoder is not None:
+            self._device_decoder.hidden(tokens, step)
+        elif isinstance(step, Step) and self._decoder is not None:
             self._decoder.hidden(tokens, positions, step)
         else:
             self.model.base_model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
 
+    def tune(self, num_tokens: Sequence[int]) -> None:
+        """Find the fastest way to compute passes of so many tokens."""
+        if self._device_decoder is not None:
+            self._device_decoder.tune(num_tokens)
+
+    def activation_bytes(self, num_tokens: int) -> int:
+        """Measure what one pass over so many prompt tokens takes on a card besides weights and cache; 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        num_tokens = min(num_tokens, self.context_length)
+        self.allocate(RESERVED + blocks_for(num_tokens))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        tables = torch.arange(RESERVED, self.cache.num_blocks, device=self.device)[None]
+        positions = torch.arange(num_tokens, device=self.device)[None]
+        self.feed(torch.zeros_like(positions), positions, tables, num_tokens)
+        most = torch.cuda.max_memory_allocated(self.device) - before
+        self._cache = None
+        torch.cuda.empty_cache()
+        return most
+
     def _step(
         self, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
-    ) -> tuple[Step, torch.Tensor]:
+    ) -> tuple[Step | PagedStep, torch.Tensor]:
         # A learned table of positions has no row beyond the context; what is fed there belongs to nobody.
         positions = positions.clamp(max=self.context_length - 1)
         context = min(context, self.context_length)
+        if self._kernels:
+            fixed = tables.shape[1] * BLOCK_SIZE if self._exact else None
+            return PagedStep(self.cache, positions, tables, context, fixed), positions
         return Step.over(self.cache, positions, tables, context, start=start, row_wise=self._exact), positions
 
     @torch.inference_mode()

@@ -25,12 +25,12 @@ BANNED = float("-inf")
 def choose(logits: torch.Tensor, rules: Rules, prefix: Prefix, purpose: Purpose = Purpose.CHOICE) -> torch.Tensor:
     """Take a token at every position: logits ``[B, T, V]`` -> ids ``[B, T]``."""
     scores = shaped(logits, rules, prefix)
-    if not rules.random:
+    if not rules.flags.random:
         return scores.argmax(-1)
     scores = _tempered(scores, rules)
     drawn = (rules.temperature > 0)[:, None, None]
     ids: torch.Tensor | None = None
-    if rules.filtered:
+    if rules.flags.filtered:
         floor, values, likeliest = _floor(scores, rules)
         if likeliest is not None:  # all that any row keeps is on its shortlist
             scores, ids = values, likeliest
@@ -45,28 +45,28 @@ def distribution(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Te
     scores = shaped(logits, rules, prefix)
     best = scores.argmax(-1, keepdim=True)
     certain = torch.zeros_like(scores).scatter_(-1, best, 1.0)
-    if not rules.random:
+    if not rules.flags.random:
         return certain
     scores = _tempered(scores, rules)
-    if rules.filtered:
+    if rules.flags.filtered:
         scores = scores.masked_fill(scores < _floor(scores, rules)[0], BANNED)
     return torch.where((rules.temperature > 0)[:, None, None], scores.softmax(-1), certain)
 
 
 def shaped(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tensor:
     """Apply the rules that can change the likeliest token: fp32 ``[B, T, V]`` in and out, the input untouched."""
-    if not (rules.biased or rules.penalised or rules.banned or rules.held):
+    if not (rules.flags.biased or rules.flags.penalised or rules.flags.banned or rules.flags.held):
         return logits
     scores = logits.clone()
-    if rules.biased:
+    if rules.flags.biased:
         known = (rules.bias_ids != NOTHING) & (rules.bias_ids < scores.shape[-1])
         index = rules.bias_ids.where(known, 0)[:, None, :].expand(-1, scores.shape[1], -1)
         scores.scatter_add_(-1, index, rules.bias_values.where(known, 0)[:, None, :].expand_as(index))
-    if rules.penalised:
+    if rules.flags.penalised:
         scores = _penalised(scores, rules, prefix)
-    if rules.banned:
+    if rules.flags.banned:
         _ban_words(scores, rules, prefix)
-    if rules.held:
+    if rules.flags.held:
         early = prefix.ends - rules.prompt_lengths[:, None] < rules.min_tokens[:, None]
         _ban(scores, rules.stop_ids[:, None, :].expand(-1, scores.shape[1], -1), early[..., None])
     return scores

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.sampling.random import mixed_seed
+from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from outrider.sampling.params import SamplingParams
 
-__all__ = ["Prefix", "RuleTable", "Rules"]
+__all__ = ["Prefix", "RuleFlags", "RuleTable", "Rules"]
 
 NOTHING = -1  # fills unused places of the ragged tables
 
@@ -33,8 +34,25 @@ class Prefix:
 
 
 @dataclass(frozen=True)
+class RuleFlags:
+    """Which kinds of rule any row of a round needs: known to the host, and part of what a captured round is."""
+
+    random: bool = False
+    filtered: bool = False
+    penalised: bool = False
+    biased: bool = False
+    banned: bool = False
+    held: bool = False
+
+    @property
+    def simple(self) -> bool:
+        """Whether nothing but temperature shapes the choice."""
+        return not (self.filtered or self.penalised or self.biased or self.banned or self.held)
+
+
+@dataclass(frozen=True)
 class Rules:
-    """The sampling parameters of B rows, and which kinds of rule any of them needs (known to the host)."""
+    """The sampling parameters of B rows, and which kinds of rule any of them needs."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -50,12 +68,7 @@ class Rules:
     bias_ids: torch.Tensor  # [B, NB], padded with -1
     bias_values: torch.Tensor  # [B, NB]
     bad_words: torch.Tensor  # [B, NW, LW], each padded with -1 on its left
-    random: bool
-    filtered: bool
-    penalised: bool
-    biased: bool
-    banned: bool
-    held: bool
+    flags: RuleFlags
 
     def to(self, device: torch.device) -> Rules:
         """Give the same rules on another device."""
@@ -148,7 +161,7 @@ class RuleTable:
     def _write_ragged(self, name: str, slot: int, value: list[object]) -> None:
         table = self._ragged[name]
         fill = 0.0 if table.is_floating_point() else NOTHING
-        row = torch.tensor(value, dtype=table.dtype, device=self._device)
+        row = upload(value, self._device, table.dtype)
         wanted = tuple(max(have, need) for have, need in zip(table.shape[1:], row.shape, strict=True))
         if wanted != tuple(table.shape[1:]):
             grown = torch.full((table.shape[0], *wanted), fill, dtype=table.dtype, device=self._device)
@@ -164,14 +177,16 @@ class RuleTable:
     def select(self, slots: Sequence[int]) -> Rules:
         """Gather the rules of the rows in `slots`; asked again for the same rows, give the same value."""
         key = tuple(slots)
-        if self._recent is not None and self._recent[0] == key:
-            return self._recent[1]
-        index = torch.tensor(key, dtype=torch.long, device=self._device)
-        params = [self._params[slot] for slot in key]
+        if self._recent is None or self._recent[0] != key:
+            index = upload(key, self._device, torch.long)
+            self._recent = (key, self.gather(index, self.flags(key)))
+        return self._recent[1]
+
+    def flags(self, slots: Sequence[int]) -> RuleFlags:
+        """Say which kinds of rule the rows in `slots` need."""
+        params = [self._params[slot] for slot in slots]
         drawn = [one for one in params if not one.greedy]
-        columns: dict[str, Any] = {name: table[index] for name, table in (self._columns | self._ragged).items()}
-        rules = Rules(
-            **columns,
+        return RuleFlags(
             random=bool(drawn),
             filtered=any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in drawn),
             penalised=any(
@@ -181,8 +196,18 @@ class RuleTable:
             banned=any(one.bad_words for one in params),
             held=any(one.min_tokens for one in params),
         )
-        self._recent = (key, rules)
-        return rules
+
+    def gather(self, index: torch.Tensor, flags: RuleFlags) -> Rules:
+        """Gather rules on the device alone: rows ``[B]``. What a simple round does not read is left ungathered."""
+        tables = self._columns | self._ragged
+        read = ("temperature", "seeds") if flags.simple else tuple(tables)
+        columns: dict[str, Any] = {name: table[index] if name in read else table for name, table in tables.items()}
+        return Rules(**columns, flags=flags)
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the ragged tables: while they stay, so does the memory that a captured round reads."""
+        return tuple(table.shape for table in self._ragged.values())
 
 
 def _place(table: torch.Tensor, rows: slice, values: torch.Tensor) -> None:

@@ -26,6 +26,12 @@ def proposed(text: str, k: int, smallest: int, largest: int) -> str:
     return bytes(proposal.tokens[0, : int(proposal.lengths[0])].tolist()).decode()
 
 
+def test_lookup_works_on_a_text_shorter_than_what_it_matches() -> None:
+    """Two tokens and room for one guess: fewer places than the longest run that is looked for."""
+    assert proposed("a", 1, 1, 8) == ""
+    assert proposed("aa", 1, 1, 8) == "a"
+
+
 def test_O01_no_match_is_no_guess() -> None:
     """An all-distinct prompt, one token, n-grams longer than the prompt, the target fond of id 0: no proposal, EQ."""
     model = tiny_target(seed=9)

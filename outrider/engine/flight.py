@@ -1,0 +1,54 @@
+"""A round under way: what the host must remember of it, and its results on their way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from outrider.draft.drafter import Drafter
+    from outrider.engine.round import RoundResult
+    from outrider.sequence import Sequence
+
+__all__ = ["Flight", "Readback"]
+
+
+class Readback:
+    """Copies a round's results to the host without making either side wait; `rows` waits for them."""
+
+    def __init__(self, result: RoundResult) -> None:
+        parts = [result.packed, *(result.logprobs or ())]
+        self._parts = parts
+        self._arrived: torch.cuda.Event | None = None
+        if result.packed.is_cuda:
+            self._parts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in parts]
+            for mine, theirs in zip(self._parts, parts, strict=True):
+                mine.copy_(theirs, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def rows(self) -> tuple[list[list[int]], list[list[Any]] | None]:
+        """Give the packed results of each row, and the columns of the report on log-probabilities, if there is one."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        packed, *report = (part.tolist() for part in self._parts)
+        return packed, report or None
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A round that was started and not yet read.
+
+    Attributes:
+        sequences: Its rows, in order; some may have ended since.
+        wanted: Guesses that each was allowed.
+        served: Drafters that guessed, and for which rows.
+        readback: Its results.
+    """
+
+    sequences: list[Sequence]
+    wanted: list[int]
+    served: list[tuple[Drafter, tuple[int, ...]]]
+    readback: Readback

@@ -1,0 +1,251 @@
+"""Whole rounds as CUDA graphs: captured once for each shape, then started with a single call.
+
+A round asks nothing of the host (`engine/round.py`), so the drafter's steps, the target's pass, the choice with all its
+rules and the commit can be recorded together. What differs from round to round lies in two small tensors: which slots
+take part, and how many guesses each may get. All else is read from the device state when the graph runs.
+
+A shape (`Bucket`) is: rows, rounded up to a power of two; guesses, rounded up to the next captured length; whether
+anybody drafts; which kinds of rule are in force; whether log-probabilities are reported. The usual ones are captured
+when the engine starts, others when they are first needed. Where a model cannot be captured, rounds run eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
+from outrider.sampling.rules import RuleFlags
+from outrider.sampling.upload import upload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from outrider.config import Verification
+    from outrider.draft.drafter import Drafter
+    from outrider.engine.state import DeviceState
+    from outrider.model.runner import Runner
+    from outrider.sequence import Sequence
+
+__all__ = ["Bucket", "GraphCosts", "RoundGraphs"]
+
+logger = logging.getLogger("outrider")
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # guesses that rounds are captured for
+REPORTS = (0, 1, 5, 20)  # likeliest tokens that a report may hold
+WARM_UPS = 2
+TIMED_REPLAYS = 3
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a captured round is made for.
+
+    Attributes:
+        num_rows: B.
+        num_tokens: K.
+        drafted: Whether the drafter guesses; otherwise all rows are decoded plainly, in a round of width K+1.
+        flags: Kinds of rule in force.
+        num_logprobs: Likeliest tokens to report on; None for no report.
+        shapes: Of the ragged rule tables: when one grows, it moves.
+    """
+
+    num_rows: int
+    num_tokens: int
+    drafted: bool
+    flags: RuleFlags
+    num_logprobs: int | None = None
+    shapes: tuple[torch.Size, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    result: RoundResult
+
+
+class RoundGraphs:
+    """Captures and replays rounds over one target and one drafter.
+
+    Args:
+        runner: The target.
+        state: The device rows.
+        verification: How guesses are judged.
+        drafter: Who guesses; None, or one that needs the host, leaves plain rounds to capture.
+        exact: All rounds have one width and one number of rows.
+    """
+
+    def __init__(
+        self, runner: Runner, state: DeviceState, verification: Verification, drafter: Drafter | None, *, exact: bool
+    ) -> None:
+        self._runner, self._state = runner, state
+        self._verification, self._exact = verification, exact
+        self._drafter = drafter if drafter is not None and drafter.device_side else None
+        self._num_rows = len(state.lengths) - 1
+        self._index = torch.full((self._num_rows,), state.idle, device=state.device)
+        self._allowance = torch.zeros(self._num_rows, dtype=torch.long, device=state.device)
+        self._sent: tuple[list[int], list[int]] | None = None
+        self._captured: dict[Bucket, _Captured | None] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(state.device)  # type: ignore[no-untyped-call]
+        self.num_replays = 0
+
+    @property
+    def num_captured(self) -> int:
+        """Rounds that stand ready."""
+        return sum(one is not None for one in self._captured.values())
+
+    def prepare(self, max_rows: int, most: int, counted: Callable[[list[Bucket], str], Iterable[Bucket]]) -> None:
+        """Capture the rounds that requests with ordinary settings need: greedy and sampled, up to `most` guesses.
+
+        `counted` goes through a list and shows how far it is.
+        """
+        rows = [max_rows] if self._exact else _row_counts(max_rows)
+        lengths = [most] if self._exact else [0, *(length for length in LENGTHS if 0 < length <= most)]
+        if self._drafter is None and not self._exact:
+            lengths = [0]
+        kinds = [
+            (length, drafted)
+            for length in lengths
+            for drafted in ((False, True) if self._exact else (length > 0,))
+            if not drafted or self._drafter is not None
+        ]
+        buckets = [
+            Bucket(num_rows, length, drafted, RuleFlags(random=random), None, self._state.rules.shapes)
+            for num_rows in reversed(rows)  # the largest first: the others then fit into its memory
+            for length, drafted in reversed(kinds)
+            for random in (False, True)
+        ]
+        self._state.places([], 1)  # the idle row's rules
+        self._runner.tune(sorted({one.num_rows * (one.num_tokens + 1) for one in buckets}))
+        if self._drafter is not None:
+            self._drafter.tune(rows)
+        for bucket in counted(buckets, "capturing rounds"):
+            if self._ready(bucket) is None:
+                return  # what stopped one will stop all
+
+    def replay(
+        self, sequences: list[Sequence], wanted: list[int], num_tokens: int, num_logprobs: int | None
+    ) -> RoundResult | None:
+        """Start a round for `sequences`, each allowed its `wanted` guesses; None where it cannot be captured."""
+        drafted = any(wanted)
+        if drafted and self._drafter is None:
+            return None
+        num_rows = self._num_rows if self._exact else 1 << (len(sequences) - 1).bit_length()
+        num_rows = min(num_rows, self._num_rows)
+        slots = self._state.places(sequences, num_rows)
+        length = num_tokens if self._exact else min((one for one in LENGTHS if one >= num_tokens), default=num_tokens)
+        report = None if num_logprobs is None else min((one for one in REPORTS if one >= num_logprobs), default=None)
+        if num_logprobs is not None and report is None:
+            return None
+        flags = self._state.rules.flags(slots)
+        captured = self._ready(Bucket(num_rows, length, drafted, flags, report, self._state.rules.shapes))
+        if captured is None:
+            return None
+        self._send(slots, wanted + [0] * (num_rows - len(wanted)))
+        captured.graph.replay()
+        self.num_replays += 1
+        return captured.result
+
+    def costs(self) -> GraphCosts:
+        """Time the captured greedy rounds, on rows that belong to nobody."""
+        seconds: dict[tuple[int, int], float] = {}
+        for bucket, captured in self._captured.items():
+            if captured is None or bucket.flags != RuleFlags() or bucket.drafted != (bucket.num_tokens > 0):
+                continue
+            self._send([self._state.idle] * self._num_rows, [0] * self._num_rows)
+            events = [
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(TIMED_REPLAYS + 1)
+            ]
+            events[0].record()
+            for event in events[1:]:
+                captured.graph.replay()
+                event.record()
+            torch.cuda.synchronize(self._state.device)
+            times = [one.elapsed_time(other) for one, other in pairwise(events)]
+            seconds[bucket.num_rows, bucket.num_tokens] = min(times) / 1e3
+        return GraphCosts(seconds)
+
+    def _send(self, slots: list[int], allowance: list[int]) -> None:
+        """Tell the device who takes part, unless it was the same the last time."""
+        if self._sent == (slots, allowance):
+            return
+        self._index[: len(slots)].copy_(upload(slots, self._state.device))
+        self._allowance[: len(slots)].copy_(upload(allowance, self._state.device))
+        self._sent = (slots, allowance)
+
+    def _ready(self, bucket: Bucket) -> _Captured | None:
+        if bucket not in self._captured:
+            try:
+                self._captured[bucket] = self._capture(bucket)
+            except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be captured, eager rounds work
+                logger.warning("rounds of %s cannot be captured and run eagerly: %s", bucket, error)
+                self._captured[bucket] = None
+        return self._captured[bucket]
+
+    @torch.inference_mode()
+    def _capture(self, bucket: Bucket) -> _Captured:
+        self._send([self._state.idle] * self._num_rows, [bucket.num_tokens] * self._num_rows)
+        self._stream.wait_stream(torch.cuda.current_stream(self._state.device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                self._round(bucket)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = self._round(bucket)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._state.device).wait_stream(self._stream)
+        return _Captured(graph, result)
+
+    def _round(self, bucket: Bucket) -> RoundResult:
+        plan = RoundPlan(
+            rows=self._state.gather_at(self._index[: bucket.num_rows], bucket.flags),
+            allowance=self._allowance[: bucket.num_rows],
+            num_tokens=bucket.num_tokens,
+            drafting=(Drafting(self._drafter),) if bucket.drafted and self._drafter is not None else (),
+            verification=self._verification,
+            num_logprobs=bucket.num_logprobs,
+            fixed_width=self._exact,
+        )
+        proposal, _ = propose(plan, self._runner.vocab_size, _raise)
+        return verify(plan, proposal, self._runner, self._state)
+
+
+def _raise(drafter: Drafter, error: Exception) -> None:
+    raise RuntimeError(f"drafter {drafter.name}: {error}") from error
+
+
+def _row_counts(most: int) -> list[int]:
+    """Powers of two below `most`, and `most` itself."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+
+
+@dataclass(frozen=True)
+class GraphCosts:
+    """What captured rounds cost, as timed: (rows, guesses) -> seconds."""
+
+    seconds: dict[tuple[int, int], float]
+
+    def round_seconds(self, drafter: str, num_rows: int, num_tokens: int) -> float:  # noqa: ARG002 - one drafter
+        """Seconds of the smallest captured round that holds so many rows and guesses."""
+        fitting = [key for key in self.seconds if key[0] >= num_rows and key[1] >= num_tokens]
+        if not fitting:  # beyond what was timed: as much more as there are more tokens
+            rows, length = max(self.seconds, key=lambda key: key[0] * (key[1] + 1))
+            return self.seconds[rows, length] * num_rows * (num_tokens + 1) / (rows * (length + 1))
+        return self.seconds[min(fitting)]
+
+    def knows(self, drafter: str) -> bool:  # noqa: ARG002 - one drafter
+        """A request's own drafter counts as much as the engine's."""
+        return bool(self.seconds)
+
+    def noted(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> GraphCosts:  # noqa: ARG002 - as above
+        """Nothing to add."""
+        return self

@@ -1,0 +1,196 @@
+"""The common pre-norm decoder on a card: six kernels a layer, each reading what it must and no more.
+
+A decode step reads every weight once; whatever else runs between those reads is lost time. So norms are computed
+inside the product that follows them, activation and residual inside the one before, and rotation writes keys and
+values where they belong. `outrider.model.decoder` decides whether a model is of this structure; a check at load then
+compares the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.kernels.products import Product
+from outrider.kernels.rotary import rotate_and_store
+from outrider.model.fuse import GatedMLP, RMSNorm, is_plain_linear
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache
+from outrider.model.paged import PagedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outrider.kernels.weights import WeightQuantization
+    from outrider.model.decoder import Decoder
+    from outrider.model.kv_cache import LayerShape
+
+__all__ = ["DeviceDecoder", "device_decoder_for"]
+
+_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh"}
+_PROBE_TOKENS = 3
+_ROUNDINGS = 64  # as for the whole model in `outrider.model.decoder`
+_ANGLES_AT_A_TIME = 8192
+
+
+class _Layer:
+    """``h + attention(norm(h))``, then ``h + mlp(norm(h))``; h is ``[B*T, hidden]``."""
+
+    def __init__(self, layer: Any, shape: LayerShape, index: int, quantization: WeightQuantization | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.shape, self.scaling = index, shape, float(attention.scaling)
+        product = attention.q_proj.shared.product
+        self.num_heads = attention.q_proj.shared.sizes[0] // shape.key_dim
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        self.head_norms = [None if norm is None else norm.weight for norm in norms]
+        self.head_eps = 1e-6 if norms[0] is None else norms[0].eps
+        self.qkv = _product(product, quantization, norm=layer.input_layernorm)
+        self.output = _product(attention.o_proj, quantization)
+        activation = _ACTIVATIONS[type(mlp.act_fn).__name__]
+        self.gate_up = _product(mlp.gate_up_proj, quantization, norm=layer.post_attention_layernorm, gated=activation)
+        self.down = _product(mlp.down_proj, quantization)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> Tensor:
+        query = rotate_and_store(
+            self.qkv(hidden),
+            step.tables,
+            step.positions,
+            step.positions,
+            cos,
+            sin,
+            step.cache.keys[self.index],
+            step.cache.values[self.index],
+            num_heads=self.num_heads,
+            query_norm=self.head_norms[0],
+            key_norm=self.head_norms[1],
+            eps=self.head_eps,
+        )
+        out = step.attend(self.index, query, self.scaling, self.shape.sliding_window, self.shape.softcap)
+        hidden = self.output(out.flatten(2).flatten(0, 1), residual=hidden)
+        return self.down(self.gate_up(hidden), residual=hidden)
+
+
+class DeviceDecoder:
+    """Runs a whole model of the usual structure by kernels.
+
+    Args:
+        model: A fused model, on its card; it keeps all modules and, unless quantised, all weights.
+        layers: What each attention layer keeps.
+        context_length: Positions that angles are computed for.
+        quantization: Of the weights: "fp8", "int8" or "int4"; None leaves them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[LayerShape],
+        context_length: int,
+        quantization: WeightQuantization | None = None,
+    ) -> None:
+        base = model.base_model
+        self._embedding = base.embed_tokens
+        self._cos, self._sin = _angles(base.rotary_emb, context_length, model.device)
+        self._layers = [
+            _Layer(layer, shape, index, quantization)
+            for index, (layer, shape) in enumerate(zip(base.layers, layers, strict=True))
+        ]
+        head = model.get_output_embeddings()
+        tied = head.weight is base.embed_tokens.weight
+        self._head = _product(head, quantization, norm=base.norm, out_dtype=torch.float32, keep=tied)
+
+    def hidden(self, tokens: Tensor, step: PagedStep) -> Tensor:
+        """[B, T] ids at the step's positions -> [B * T, hidden], before the last norm."""
+        hidden: Tensor = self._embedding(tokens.flatten())
+        for layer in self._layers:
+            hidden = layer(hidden, self._cos, self._sin, step)
+        return hidden
+
+    def __call__(self, tokens: Tensor, step: PagedStep) -> Tensor:
+        """[B, T] ids at the step's positions -> logits in fp32, [B, T, V]."""
+        return self._head(self.hidden(tokens, step)).view(*tokens.shape, -1)
+
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Find the fastest way to compute each product at these numbers of rows."""
+        for layer in self._layers:
+            for product in layer.products:
+                product.tune(num_rows, residual=product in (layer.output, layer.down))
+        self._head.tune(num_rows)
+
+
+def _product(
+    linear: nn.Linear, quantization: WeightQuantization | None, *, norm: Any = None, keep: bool = False, **kind: Any
+) -> Product:
+    made = Product(
+        linear.weight,
+        linear.bias,
+        norm=None if norm is None else (norm.weight, norm.eps),
+        quantization=quantization,
+        **kind,
+    )
+    if quantization is not None and not keep:  # the packed weight takes its place
+        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+    return made
+
+
+def _angles(rotary: Any, context_length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tabulate what the model's own module says of each position, in fp32: two times ``[context, R / 2]``."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    like = torch.zeros(1, dtype=torch.float32, device=device)
+    for begin in range(0, context_length, _ANGLES_AT_A_TIME):
+        places = torch.arange(begin, min(begin + _ANGLES_AT_A_TIME, context_length), device=device)
+        cos, sin = rotary(like, position_ids=places[None])
+        half = cos.shape[-1] // 2
+        parts.append((cos[0, :, :half], sin[0, :, :half]))
+    cos, sin = (torch.cat(part).contiguous() for part in zip(*parts, strict=True))
+    return cos, sin
+
+
+def _fits(model: Any) -> bool:
+    """Whether every module is what the kernels stand for."""
+    for layer in model.base_model.layers:
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [norm for name in ("q_norm", "k_norm") if (norm := getattr(layer.self_attn, name, None)) is not None]
+        linears = [layer.self_attn.o_proj, layer.self_attn.q_proj.shared.product]
+        if not isinstance(layer.mlp, GatedMLP) or type(layer.mlp.act_fn).__name__ not in _ACTIVATIONS:
+            return False
+        linears += [layer.mlp.gate_up_proj, layer.mlp.down_proj]
+        if not all(isinstance(norm, RMSNorm) for norm in norms) or not all(map(is_plain_linear, linears)):
+            return False
+    head = model.get_output_embeddings()
+    return is_plain_linear(head) and isinstance(model.base_model.norm, RMSNorm)
+
+
+@torch.inference_mode()
+def device_decoder_for(
+    model: Any,
+    decoder: Decoder | None,
+    layers: Sequence[LayerShape],
+    context_length: int,
+    quantization: WeightQuantization | None = None,
+) -> DeviceDecoder | None:
+    """Give a `DeviceDecoder` where the model is of the usual structure and the numbers agree."""
+    if decoder is None or not _fits(model) or any(shape.key_dim != shape.value_dim for shape in layers):
+        return None
+    tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] + 1
+    step = _probe_step(layers, tokens - 1, model)
+    from outrider.model.attention import Probe
+
+    expected = decoder(tokens, tokens - 1, Probe()).float()  # before quantising frees the weights
+    made = DeviceDecoder(model, layers, context_length, quantization)
+    if quantization is not None:
+        return made
+    bound = max(_ROUNDINGS * torch.finfo(model.dtype).eps, 1e-5) * expected.abs().amax(-1, keepdim=True)
+    same = ((made(tokens, step) - expected).abs() <= bound).all()
+    return made if bool(same) else None
+
+
+def _probe_step(layers: Sequence[LayerShape], positions: Tensor, model: Any) -> PagedStep:
+    """A pass over a cache of one block."""
+    cache = KVCache(list(layers), RESERVED + 1, model.dtype, model.device)
+    tables = torch.full((1, 1), RESERVED, device=model.device)
+    return PagedStep(cache, positions, tables, BLOCK_SIZE)

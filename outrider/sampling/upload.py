@@ -1,0 +1,23 @@
+"""Small host values onto the device without waiting for what runs there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["upload"]
+
+
+def upload(values: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy a (nested) list of numbers to `device`.
+
+    An ordinary copy to a card waits until all work queued before it is done. From pinned memory it takes its place in
+    the queue instead; torch keeps that memory until the copy is over.
+    """
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,0 +1,68 @@
+"""Whole rounds on kernels, by Triton's interpreter: the path that a card takes, without one.
+
+Slow per token, so models and texts are tiny; what it shows is that the pieces fit together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.model.paged import PagedStep
+from tests.tiny import byte_tokenizer, greedy, tiny_draft, tiny_family, tiny_target
+
+pytest.importorskip("triton")
+
+SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "1")
+    if torch.cuda.is_available():
+        pytest.skip("a card runs kernels in test_gpu.py")
+
+
+def texts(llm: LLM, prompts: list[list[int]], speculation: Any, num_tokens: int = 8, **settings: Any) -> list[Any]:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, speculation=speculation, **settings)
+    return [output.token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "seed": 2}], ids=["greedy", "sampled"])
+def test_rounds_on_kernels_give_the_same_text_as_torch(settings: dict[str, Any], monkeypatch: Any) -> None:
+    target, prompts = tiny_target(**SIZES), [[65, 66, 67], [97, 98, 99] * 4]
+    monkeypatch.delenv("OUTRIDER_KERNELS")
+    with LLM(target, tokenizer=byte_tokenizer(), device="cpu") as llm:
+        wanted = texts(llm, prompts, "off", **settings)
+    monkeypatch.setenv("OUTRIDER_KERNELS", "1")
+    with LLM(target, tiny_draft(target, "noisy"), tokenizer=byte_tokenizer(), device="cpu") as llm:
+        assert texts(llm, prompts, 3, **settings) == wanted
+        assert llm.engine.figures.drafted > 0
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "qwen3"])
+def test_families_on_kernels_give_the_text_that_transformers_gives(family: str) -> None:
+    """Windows, soft caps and learned positions through transformers' own modules, which attend with the kernel."""
+    model, prompt = tiny_family(family), [5, 9, 17, 9, 17, 33, 40, 41, 42]
+    wanted = [tuple(greedy(model, prompt, 6))]
+    with LLM(model, method="ngram", device="cpu") as llm:
+        assert texts(llm, [prompt], 2, 6, temperature=0) == wanted
+
+
+def test_a_model_that_is_loaded_runs_on_fused_kernels(tmp_path: Any, monkeypatch: Any) -> None:
+    from tests.tiny import save
+
+    target = tiny_target(**SIZES)
+    folder = str(save(target.to(torch.bfloat16), byte_tokenizer(), tmp_path))
+    seen: list[type] = []
+    store = PagedStep.attend
+    monkeypatch.setattr(PagedStep, "attend", lambda self, *args: seen.append(type(self)) or store(self, *args))
+    with LLM(folder, device="cpu", method="ngram") as llm:
+        assert llm.engine.runner._device_decoder is not None
+        assert texts(llm, [[65, 66, 67, 65, 66, 67]], 2, temperature=0) == texts(
+            llm, [[65, 66, 67, 65, 66, 67]], "off", temperature=0
+        )
+    assert seen

@@ -1,0 +1,104 @@
+"""The host may lag a round behind the device: rounds start before the last one is read, and no token changes.
+
+On a card that is how it always runs; here the engine is told to, so that its book-keeping is tested everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.engine.engine import Engine
+from tests.scripted import generate_staggered, generate_together
+from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
+
+PROMPTS = [[65], [72, 101, 108, 108, 111], list(range(60, 77)), [97, 98, 99] * 12]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.2, "top_p": 0.9, "top_k": 20, "seed": 4, "presence_penalty": 0.5, "logprobs": 2},
+    {"temperature": 0, "min_tokens": 30, "repetition_penalty": 1.3},
+]
+
+
+@functools.cache
+def target() -> Any:
+    return tiny_target()
+
+
+def engine(depth: int, method: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
+    monkeypatch.setattr("outrider.llm.Engine", functools.partial(Engine, depth=depth))
+    draft = tiny_draft(target(), "noisy") if method == "draft_model" else None
+    return LLM(target(), draft, tokenizer=byte_tokenizer(), method=method, device="cpu", **settings)
+
+
+def jobs(method: str = "ngram", num_tokens: int = 40) -> list[tuple[list[int], SamplingParams]]:
+    guesses: Any = "off" if method == "none" else 5
+    return [
+        (prompt, SamplingParams(max_tokens=num_tokens + 3 * place, speculation=guesses, **settings))
+        for place, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
+    ]
+
+
+def tokens(made: list[list[Any]]) -> list[list[int]]:
+    return [sequence.output for group in made for sequence in group]
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_reading_rounds_late_changes_no_token(method: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(0, method, monkeypatch) as llm:
+        wanted = tokens(generate_together(llm, jobs(method)))
+    with engine(depth, method, monkeypatch) as llm:
+        assert tokens(generate_together(llm, jobs(method))) == wanted
+        assert tokens(generate_staggered(llm, jobs(method))) == wanted
+        assert not llm.engine._flights
+        assert llm.engine.figures.drafted > 0 or method == "none"
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_preemption_waits_for_the_round_under_way(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks for about two of the four texts: some are sent away and come back, and nothing is lost."""
+    with engine(0, method, monkeypatch) as llm:
+        wanted = tokens(generate_together(llm, jobs(method, 60)))
+        per_block = 16 * llm.engine.runner.bytes_per_slot * (1 if method == "none" else 2)
+    with engine(1, method, monkeypatch, kv_cache_bytes=14 * per_block, max_model_len=112) as llm:
+        assert tokens(generate_together(llm, jobs(method, 60))) == wanted
+        assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_a_stop_found_late_ends_the_text_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(0, "ngram", monkeypatch) as llm:
+        whole = tokens(generate_together(llm, jobs()))
+        stop = [one[17] for one in whole[:3]]  # the fourth may not stop so early
+    given = [(prompt, params.but(stop_token_ids=[end])) for (prompt, params), end in zip(jobs(), stop, strict=False)]
+    with engine(1, "ngram", monkeypatch) as llm:
+        for text, all_of_it, end in zip(tokens(generate_together(llm, given)), whole[:3], stop, strict=True):
+            assert text[-1] == end or len(text) == len(all_of_it)
+            assert text == all_of_it[: len(text)]
+
+
+def test_aborting_with_a_round_under_way_leaves_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(0, "draft_model", monkeypatch) as llm:
+        wanted = tokens(generate_together(llm, jobs()))
+    with engine(1, "draft_model", monkeypatch, max_num_seqs=3) as llm:
+        made = [llm.intake.sequences(llm.intake.request(prompt, params))[0] for prompt, params in jobs()]
+        for sequence in made:
+            llm.engine.add(sequence)
+        for _ in range(4):
+            llm.engine.step()
+        llm.engine.abort(made[0])  # its slot goes to the fourth, which waited
+        while llm.engine.busy:
+            llm.engine.step()
+        assert [one.output for one in made[1:]] == wanted[1:]
+        assert made[0].finish_reason == "abort"
+        assert made[0].output == wanted[0][: len(made[0].output)]
+
+
+def test_no_round_is_wasted_on_a_text_that_ended_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(1, "none", monkeypatch) as llm:
+        generate_together(llm, [([65, 66], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))])
+        assert llm.engine.figures.rounds == 20
