@@ -150,6 +150,7 @@ class Run:
         prompts = [str(self.work / f"prompts-{context}.json") for context in self.options.peer_contexts]
         command = [sys.executable, "-P", str(HERE / "vllm_speed.py"), str(self.work / "target"), "--out", str(out)]
         command += ["--tokens", str(self.options.tokens), "--repeats", str(self.options.repeats)]
+        command += ["--began", str(time.time())]
         command += ["--prompts", *prompts, "--rows", *map(str, self.options.rows)]
         if lookahead:
             command += ["--draft", self._draft(self.lead), "--lookahead", str(lookahead)]
@@ -280,6 +281,10 @@ class Run:
             self.console.print(start_table(self.record["start_up"]))
             if self.record["goals"]:
                 self.console.print(goals_table(self.record["goals"]))
+        for one in cells:
+            if one["mismatches"]:
+                told = ", ".join(f"{name} {one[name]}" for name in ("rows", "lookahead", "context", "mismatches"))
+                self.console.print(f"wrong tokens: {one['engine']}, {told} of {one['tokens']}", style="red")
         for one in self.record["skipped"]:
             self.console.print(f"left out: {one}", style="yellow", markup=False)
         card = slug(str(self.record.get("card", "none")))

@@ -174,7 +174,8 @@ def engine_with(drafter: Drafter | None, model: Any, *, lookahead: int = 16, **s
 
     settings.setdefault("tokenizer", byte_tokenizer())
     method = "none" if drafter is None else "ngram"
-    return Scripted(model, method=method, num_speculative_tokens=lookahead, dtype="float32", device="cpu", **settings)
+    settings = {"dtype": "float32", "device": "cpu", **settings}
+    return Scripted(model, method=method, num_speculative_tokens=lookahead, **settings)
 
 
 def generate_together(llm: LLM, jobs: Seq[tuple[Seq[int], SamplingParams]]) -> list[list[Sequence]]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from tests.tiny import byte_tokenizer, greedy, tiny_draft, tiny_target
+from tests.scripted import ScriptedDrafter, engine_with
+from tests.tiny import FAMILIES, byte_tokenizer, greedy, save, tiny_draft, tiny_family, tiny_target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +63,96 @@ def test_bf16_on_a_card_is_exact_in_exact_mode() -> None:
     with LLM(target, draft, tokenizer=byte_tokenizer(), exact=True, max_num_seqs=4) as llm:
         for settings in SETTINGS:
             assert texts(llm, 5, settings) == texts(llm, "off", settings)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Target and draft as checkpoints: what Outrider loads itself, it runs on its own kernels."""
+    target, root = tiny_target(), tmp_path_factory.mktemp("pair")
+    draft = tiny_draft(target, "noisy")
+    return str(save(target, byte_tokenizer(), root / "target")), str(save(draft, byte_tokenizer(), root / "draft"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_loaded_models_run_on_kernels_and_change_no_token(folders: tuple[str, str], dtype: str, exact: bool) -> None:
+    with LLM(*folders, dtype=dtype, exact=exact, max_num_seqs=4) as llm:
+        assert llm.engine.runner._device_decoder is not None
+        for settings in SETTINGS:
+            plain = texts(llm, "off", settings)
+            assert texts(llm, 5, settings) == plain
+            if dtype == "float32" and settings == {"temperature": 0}:
+                assert plain == [tuple(greedy(tiny_target(), prompt, 60)) for prompt in PROMPTS]
+        assert llm.engine.figures.accepted > 0
+        assert llm.engine.graphs.num_captured
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_quantised_draft_changes_speed_alone(folders: tuple[str, str], kind: str) -> None:
+    with LLM(*folders, dtype="bfloat16", draft_quantization=kind, draft_vocab_size=200) as llm:
+        for settings in SETTINGS:
+            assert texts(llm, 5, settings) == texts(llm, "off", settings)
+        assert llm.engine.figures.accepted > 0.2 * llm.engine.figures.drafted > 0
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_other_verifiers_are_captured_too(folders: tuple[str, str], verification: str) -> None:
+    with LLM(*folders, dtype="float32", verification=verification) as llm:
+        assert texts(llm, 5, {"temperature": 0}) == texts(llm, "off", {"temperature": 0})
+        assert len(texts(llm, 5, {"temperature": 1.0, "seed": 2})[0]) == 60
+        assert llm.engine.graphs.num_replays == llm.engine.figures.rounds
+
+
+@pytest.mark.parametrize("speculation", ["off", 4], ids=["plain", "speculative"])
+@pytest.mark.parametrize("settings", SETTINGS[:2], ids=["greedy", "sampled"])
+def test_a_round_is_one_replay_and_nobody_waits(folders: tuple[str, str], speculation: object, settings: dict) -> None:
+    """No copy to the host, no look at a value: torch raises where any operation would make the host wait."""
+    with LLM(*folders, dtype="bfloat16", num_speculative_tokens=4) as llm:
+        texts(llm, speculation, settings)
+        params = SamplingParams(max_tokens=60, ignore_eos=True, speculation=speculation, **settings)
+        sequences = [llm.intake.sequences(llm.intake.request(prompt, params))[0] for prompt in PROMPTS]
+        for sequence in sequences:
+            llm.engine.add(sequence)
+        llm.engine.step()
+        replays, rounds, steps = llm.engine.graphs.num_replays, llm.engine.figures.rounds, 0
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            while len(sequences[0].output) < 40:
+                llm.engine.step()
+                steps += 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        while llm.engine.busy:
+            llm.engine.step()
+        assert llm.engine.graphs.num_replays - replays == llm.engine.figures.rounds - rounds >= steps > 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_on_a_card_generate_what_transformers_does(family: str) -> None:
+    model, prompt = tiny_family(family), [5, 9, 17, 9, 17, 33, 40, 41, 42, 43, 44, 9, 17]
+    wanted = tuple(greedy(model, prompt, 24))
+    with LLM(model.cuda(), method="ngram") as llm:
+        for speculation in ("off", 4):
+            params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, speculation=speculation)
+            assert llm.generate(prompt_token_ids=prompt, sampling_params=params)[0].token_ids == wanted
+
+
+def test_a_drafter_that_needs_the_host_still_gets_its_rounds(folders: tuple[str, str]) -> None:
+    target = tiny_target()
+    wanted = [tuple(greedy(target, prompt, 60)) for prompt in PROMPTS]
+    drafter = ScriptedDrafter([(*p, *w) for p, w in zip(PROMPTS, wanted, strict=True)], pattern=(3, 0, 1))
+    with engine_with(drafter, target.cuda(), device="cuda") as llm:
+        assert texts(llm, 4, {"temperature": 0}) == wanted
+        assert llm.engine.figures.accepted > 0
+
+
+def test_prompts_of_several_chunks_and_several_at_once_are_fed_alike(folders: tuple[str, str]) -> None:
+    prompts = [[(7 * i + j) % 256 for i in range(200 + 40 * j)] for j in range(4)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    wanted = [tuple(greedy(tiny_target(), prompt, 20)) for prompt in prompts]
+    for size in (2048, 128, 100):
+        with LLM(*folders, dtype="float32", prefill_chunk_size=size) as llm:
+            assert [one.token_ids for one in llm.generate(prompts, params)] == wanted
 
 
 def test_the_cache_takes_its_share_of_the_card() -> None:

@@ -5,14 +5,17 @@ Slow per token, so models and texts are tiny; what it shows is that the pieces f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from outrider import LLM, SamplingParams
+from outrider.engine.controller import CostModel
 from outrider.model.paged import PagedStep
-from tests.tiny import byte_tokenizer, greedy, tiny_draft, tiny_family, tiny_target
+from tests.interpreter import mended_interpreter
+from tests.tiny import byte_tokenizer, greedy, save, tiny_draft, tiny_family, tiny_target
 
 pytest.importorskip("triton")
 
@@ -20,10 +23,14 @@ SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OUTRIDER_KERNELS", "1")
     if torch.cuda.is_available():
         pytest.skip("a card runs kernels in test_gpu.py")
+    monkeypatch.setattr("outrider.engine.speculator.measured", lambda *_: CostModel(((1, 1.0),), {}))  # takes long
+    monkeypatch.setattr("outrider.engine.speculator.measured_draft", lambda *_: ())
+    with mended_interpreter():
+        yield
 
 
 def texts(llm: LLM, prompts: list[list[int]], speculation: Any, num_tokens: int = 8, **settings: Any) -> list[Any]:
@@ -53,8 +60,6 @@ def test_families_on_kernels_give_the_text_that_transformers_gives(family: str) 
 
 
 def test_a_model_that_is_loaded_runs_on_fused_kernels(tmp_path: Any, monkeypatch: Any) -> None:
-    from tests.tiny import save
-
     target = tiny_target(**SIZES)
     folder = str(save(target.to(torch.bfloat16), byte_tokenizer(), tmp_path))
     seen: list[type] = []

@@ -33,9 +33,9 @@ Shapes: {", ".join(SHAPES)}; or sizes: hidden=64,layers=2,heads=4,kv_heads=2,hea
 
 PAIR_EXAMPLES = """**Examples**
 
-    outrider pair /tmp/pair                                    # 8B and 1B, 19 GB; seconds on a GPU
+    outrider pair /tmp/pair   # 8B and 1B, 19 GB; seconds on a GPU
 
-    outrider pair /tmp/pair --only draft --agreement 0.6 --force       # another draft for the same target
+    outrider pair /tmp/pair --only draft --agreement 0.6 --force   # another draft for the same target
 
     outrider pair /tmp/small --target tiny --draft tiny --prompt-length 50
 """

@@ -129,8 +129,7 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
     else:
         acceptance = judge(plan.verification, proposal, logits, rows.rules, prefix)
         chosen = acceptance.tokens
-        # Where any logit is NaN, argmax finds that one: looking at the tokens taken is enough.
-        broken = logits.gather(-1, chosen[..., None])[..., 0].isnan() & (steps <= acceptance.num_accepted[:, None])
+        broken = logits.amax(-1).isnan() & (steps <= acceptance.num_accepted[:, None])  # one NaN is enough
         packed = pack_and_commit(chosen, acceptance.num_accepted, proposal.lengths, broken.any(1), *after)
     return RoundResult(packed, None if plan.num_logprobs is None else logprobs(logits, chosen, plan.num_logprobs))
 

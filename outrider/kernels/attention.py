@@ -25,7 +25,7 @@ MAX_TREE = 64  # bits of an ancestor mask
 EXACT_BLOCK_M = 32  # one tile shape for all calls in exact mode: 8 queries of 4 grouped heads
 PROGRAMS_PER_SM = 2
 MAX_SPLITS = 32
-MERGED_ROWS = 512  # splits times tile rows that one program merges at most: about 2 microseconds at 128 numbers a row
+MERGED_ROWS = 512  # splits times tile rows that one program merges at most: all others wait for it
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Which tiling of a product is fastest on this card: measured, with cold caches."""
+"""Which tiling of a product is fastest on this card: measured as it will run, in a captured chain with cold weights."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,34 +24,47 @@ __all__ = ["fastest"]
 
 logger = logging.getLogger(__name__)
 
-_SCRUB_BYTES = 128 << 20  # more than any L2; writing it also keeps the card busy while the host launches
-_REPEATS = 5
+_COLD_BYTES = 110 << 20  # weights of one turn: twice any L2, so that none is left from the turn before
+_CHAIN_BYTES = 600e6  # weights a graph reads, about 200 us
+_REPLAYS = 4
 _LIBRARY_FROM = 17  # below, rows must not see each other: see `products`
 
 
 def fastest(product: Product, num_rows: int, *, residual: bool) -> Tiles | None:
-    """The best tiling for so many rows, or None where the library beats them all by more than noise."""
+    """The best tiling for so many rows, or None where the library beats them all."""
     device = product.weight.stored.device
-    x = torch.randn(num_rows, product.in_features, device=device).to(product.dtype)
-    other = torch.zeros(num_rows, product.out_features, dtype=product.dtype, device=device) if residual else None
     bucket = bucket_of(num_rows)
     assert bucket is not None
-    bucketed = candidates(product.num_weight_rows, product.in_features, bucket, product.weight.kind)
-    product.reserve(bucketed)
-    usable = _compiled(product, x, other, bucketed)
-    scrub = torch.empty(_SCRUB_BYTES, dtype=torch.uint8, device=device)
+    x = torch.randn(num_rows, product.in_features, device=device).to(product.dtype)
+    other = torch.zeros(num_rows, product.out_features, dtype=product.dtype, device=device) if residual else None
+    choices = candidates(product.num_weight_rows, product.in_features, bucket, product.weight.kind)
+    product.reserve(choices)
+    copies = _copies(product)
     times: dict[Tiles | None, float] = {}
-    for tiles in usable:
-        times[tiles] = _time(lambda tiles=tiles: product.by_kernel(x, other, tiles), scrub)  # type: ignore[misc]
+    for tiles in _compiled(product, x, other, choices):
+        times[tiles] = _time(lambda one, tiles=tiles: one.by_kernel(x, other, tiles), copies)  # type: ignore[misc]
     if num_rows >= _LIBRARY_FROM or not times:
-        times[None] = _time(lambda: product.by_library(x, other), scrub)
+        times[None] = _time(lambda one: one.by_library(x, other), copies)
     best = min(times, key=lambda tiles: times[tiles])
     logger.debug("%d x %d, %d rows: %s", product.num_weight_rows, product.in_features, num_rows, _table(times))
     return best
 
 
+def _copies(product: Product) -> list[Product]:
+    """The product and others like it, together more than L2 holds; fewer where memory is short."""
+    copies = [product]
+    while len(copies) * product.num_bytes < _COLD_BYTES:
+        other = copy.copy(product)
+        try:
+            other.weight = replace(product.weight, stored=product.weight.stored.clone())
+        except torch.OutOfMemoryError:
+            break
+        copies.append(other)
+    return copies
+
+
 def _compiled(product: Product, x: Tensor, residual: Tensor | None, choices: list[Tiles]) -> list[Tiles]:
-    """Those that compile and fit this card (a smaller one may lack the shared memory)."""
+    """Those that compile for this card."""
     from outrider.kernels.jit.launch_products import compile_product
 
     out = x.new_empty(x.shape[0], product.out_features, dtype=product.out_dtype)
@@ -67,22 +82,29 @@ def _compiled(product: Product, x: Tensor, residual: Tensor | None, choices: lis
         return [tiles for tiles, good in zip(choices, pool.map(works, choices), strict=True) if good]
 
 
-def _time(run: Callable[[], object], scrub: Tensor) -> float:
-    """Median microseconds of one call that finds nothing in L2; infinite if it cannot be launched."""
-    pairs = [(_event(), _event()) for _ in range(_REPEATS)]
+def _time(run: Callable[[Product], object], copies: list[Product]) -> float:
+    """Microseconds of one call, in a chain through all copies; infinite if it cannot be launched."""
+    turns = max(1, round(_CHAIN_BYTES / (len(copies) * copies[0].num_bytes)))
     try:
-        run()
-        for start, end in pairs:
-            scrub.zero_()
-            start.record()
-            run()
-            end.record()
+        run(copies[0])
     except Exception as error:  # noqa: BLE001 - too much shared memory for this card is only known at the launch
         logger.debug("a tiling does not run here: %s", error)
         return float("inf")
-    torch.cuda.synchronize(scrub.device)
-    times = sorted(float(start.elapsed_time(end)) for start, end in pairs)
-    return times[_REPEATS // 2] * 1e3
+    torch.cuda.synchronize(copies[0].weight.stored.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            for one in copies:
+                run(one)
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = _event(), _event()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return min(times) * 1e3 / (turns * len(copies))
 
 
 def _event() -> torch.cuda.Event:

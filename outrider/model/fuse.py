@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import ConfigError
+from outrider.kernels.launch import uses_kernels
 from outrider.model.quantize import Int4Linear, Int8Linear, PackedLinear, Quantization, check_kind, pack, quantize
 
 if TYPE_CHECKING:
@@ -329,7 +330,7 @@ def _replace_linears(model: PreTrainedModel, quantization: Quantization | None) 
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     done: dict[int, nn.Module] = {}  # a layer that stands in two places stays one layer
     for parent, name, linear in _linears(model):
-        if linear.weight.device.type != "cpu":
+        if linear.weight.device.type != "cpu" or uses_kernels(linear.weight.device):
             continue
         if id(linear) not in done:
             done[id(linear)] = _replacement(linear, None if linear is head else quantization)

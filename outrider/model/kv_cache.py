@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from outrider.errors import CapacityError
+from outrider.kernels.attention import BLOCK_SIZE  # slots a block
 
 __all__ = ["BLOCK_SIZE", "NULL_BLOCK", "RESERVED", "TRASH_BLOCK", "BlockPool", "KVCache", "LayerShape", "blocks_for"]
 
-BLOCK_SIZE = 16  # slots a block
 NULL_BLOCK = 0  # always zeros: read in place of what must not be seen
 TRASH_BLOCK = 1  # never read for a result: written by positions that belong to nobody
 RESERVED = 2

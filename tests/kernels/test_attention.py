@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from outrider.kernels.attention import BLOCK_SIZE, Tiling, paged_attention, reference_attention
+from tests.interpreter import mended_interpreter
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _the_interpreter_loops_over_tensors_and_multiplies_bf16():
-    """Triton 3.6 converts arrays of one number as numpy 2.4 no longer does, and multiplies the bits of bf16 numbers."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def multiplied(self, a, b, *others):
-        return dot(self, widened(a), widened(b), *others)
-
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(interpreter, "_patch_lang_tensor", patched)
-        context.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
+def _interpreter():
+    with mended_interpreter():
         yield
 
 

@@ -52,6 +52,7 @@ def _call(product: Product, x: Tensor, out: Tensor, residual: Tensor | None, til
     norm = product.norm is not None and not normed
     several = x.shape[0] > 1  # the stride of a lone row can be anything, and each would be a compilation
     inputs = product.in_features
+    even = inputs % tiles.block_k == 0
     arguments = (
         x,
         weight.stored,
@@ -78,9 +79,9 @@ def _call(product: Product, x: Tensor, out: Tensor, residual: Tensor | None, til
         "RESIDUAL": residual is not None,
         "KIND": weight.kind or "none",
         "FAST": weight.kind is not None and x.dtype == torch.bfloat16 and not interpreted(),
-        "EVEN_K": inputs % tiles.block_k == 0,
+        "EVEN_K": even,
         "SPLIT_K": tiles.split_k,
-        "PREFETCH": (product.prefetch or tiles.prefetch) if inputs % tiles.block_k == 0 else 0,
+        "PREFETCH": (product.prefetch or tiles.prefetch) if even and _aligned(weight.stored) else 0,
         "RELEASE": tiles.release,
         "BLOCK_M": rows,
         "BLOCK_N": tiles.block_n,
@@ -91,6 +92,11 @@ def _call(product: Product, x: Tensor, out: Tensor, residual: Tensor | None, til
         "launch_pdl": overlap,
     }
     return (triton.cdiv(num_weight_rows, tiles.block_n), tiles.split_k), arguments, keywords
+
+
+def _aligned(stored: Tensor) -> bool:
+    """Whether all rows begin where a prefetch may: at a multiple of 16 bytes."""
+    return stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
 
 
 def launch_product(

@@ -49,13 +49,17 @@ def _release_at(block, chosen, OVERLAP: tl.constexpr):
 
 @triton.jit
 def _prefetch(weight_rows, first, last, BLOCK_BYTES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Ask L2 for the program's first blocks; nothing waits for them."""
-    starts = tl.minimum(first + tl.arange(0, BLOCKS), last - 1) * BLOCK_BYTES
-    addresses = weight_rows.to(tl.pointer_type(tl.uint8))[:, None] + starts[None, :]
+    """Ask L2 for the program's first blocks; nothing waits for them. One request a thread, for four warps."""
+    WANTED: tl.constexpr = 128 // weight_rows.shape[0]
+    PIECES: tl.constexpr = 1 if WANTED < 1 else (BLOCKS if WANTED > BLOCKS else WANTED)
+    LENGTH: tl.constexpr = BLOCKS // PIECES
+    starts = first + tl.arange(0, PIECES) * LENGTH
+    sizes = tl.maximum(tl.minimum(last - starts, LENGTH), 0) * BLOCK_BYTES
+    addresses = weight_rows.to(tl.pointer_type(tl.uint8))[:, None] + (starts * BLOCK_BYTES)[None, :]
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
         "=r,l,r",
-        [addresses, BLOCK_BYTES],
+        [addresses, tl.broadcast_to(sizes[None, :], addresses.shape)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -264,8 +268,8 @@ def silu_mul_kernel(
     both, out, width, stride_both, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """out[m] = activation(both[m, :width]) * both[m, width:]; grid (rows, blocks of the width)."""
-    wait_for_inputs(OVERLAP)
     release_dependents(OVERLAP)
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
