@@ -82,8 +82,11 @@ def tilings(shape: Shape, rows: int, quantization: str | None, quick: bool) -> l
                 continue
             tiles = Tiles(block_n, block_k, split_k or 1, warps, stages, prefetch)
             found.append(tiles if split_k else split_evenly(tiles, shape.outputs, shape.inputs, 2 * 132))
-        if not quantization and found[0].prefetch:
-            found += [replace(found[0], prefetch=0), replace(found[0], release=1), replace(found[0], release=999)]
+        if not quantization and bucket == 16:
+            best = found[0]
+            found += [replace(best, prefetch=number) for number in (0, 2, 8)]
+            found += [replace(best, line=size) for size in (0, 32, 128)]
+            found += [replace(best, release=steps) for steps in (1, 999)]
     return list(dict.fromkeys(found))
 
 
@@ -184,7 +187,7 @@ def ways_of(x: Tensor, residual: Tensor | None, found: list[Tiles], quantization
 
 def label(tiles: Tiles) -> str:
     shape = f"{tiles.block_n}x{tiles.block_k}/{tiles.split_k}"
-    return f"{shape} w{tiles.num_warps} s{tiles.num_stages} p{tiles.prefetch} r{tiles.release}"
+    return f"{shape} w{tiles.num_warps} s{tiles.num_stages} p{tiles.prefetch}/{tiles.line} r{tiles.release}"
 
 
 def measure(shape: Shape, row_counts: list[int], quantization: str | None, options: argparse.Namespace) -> list[dict]:
@@ -256,7 +259,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="print every tiling, not just the best")
     parser.add_argument("--shapes", default="", help="parts of names, by comma: qkv,1b.down")
     parser.add_argument("--rows", default="", help="numbers of rows, by comma")
-    parser.add_argument("--budget", type=float, default=85, help="seconds after which no new shape is begun")
+    parser.add_argument("--budget", type=float, default=75, help="seconds after which no new shape is begun")
     options = parser.parse_args()
     began, records = time.perf_counter(), []
     names = [name for name in options.shapes.split(",") if name]

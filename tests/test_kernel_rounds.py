@@ -59,9 +59,10 @@ def test_families_on_kernels_give_the_text_that_transformers_gives(family: str) 
         assert texts(llm, [prompt], 2, 6, temperature=0) == wanted
 
 
-def test_a_model_that_is_loaded_runs_on_fused_kernels(tmp_path: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_loaded_runs_on_fused_kernels(tmp_path: Any, monkeypatch: Any, dtype: torch.dtype) -> None:
     target = tiny_target(**SIZES)
-    folder = str(save(target.to(torch.bfloat16), byte_tokenizer(), tmp_path))
+    folder = str(save(target.to(dtype), byte_tokenizer(), tmp_path))
     seen: list[type] = []
     store = PagedStep.attend
     monkeypatch.setattr(PagedStep, "attend", lambda self, *args: seen.append(type(self)) or store(self, *args))

@@ -12,6 +12,7 @@ when the engine starts, others when they are first needed. Where a model cannot 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -120,12 +121,16 @@ class RoundGraphs:
             for random in (False, True)
         ]
         self._state.places([], 1)  # the idle row's rules
+        began = time.perf_counter()
         self._runner.tune(sorted({one.num_rows * (one.num_tokens + 1) for one in buckets}))
         if self._drafter is not None:
             self._drafter.tune(rows)
+        tuned = time.perf_counter()
         for bucket in counted(buckets, "capturing rounds"):
             if self._ready(bucket) is None:
                 return  # what stopped one will stop all
+        took = tuned - began, time.perf_counter() - tuned
+        logger.info("products tuned in %.1f s, %d rounds captured in %.1f s", took[0], self.num_captured, took[1])
 
     def replay(
         self, sequences: list[Sequence], wanted: list[int], num_tokens: int, num_logprobs: int | None

@@ -25,6 +25,7 @@ class Tiles:
         num_warps: Warps a program.
         num_stages: Steps in flight, and one in work.
         prefetch: Steps asked for before the kernel's inputs are ready. A power of two, or 0.
+        line: Bytes a prefetch asks for: a power of two up to 128, or 0 for the bulk copy's prefetch.
         release: Steps before its end at which a program lets the next kernel start. A step takes about 1.4 us.
     """
 
@@ -35,6 +36,7 @@ class Tiles:
     num_stages: int = 4
     prefetch: int = 2
     release: int = 3
+    line: int = 64
 
     def fits(self, num_weight_rows: int, in_features: int) -> bool:
         """Whether every share of the split has a step to do, and there are not many times too many programs."""

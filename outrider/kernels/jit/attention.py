@@ -220,8 +220,8 @@ def _attention(
     MIN_BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TREE: tl.constexpr, FIXED: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    release_dependents(OVERLAP)  # what follows has weights to fetch, and waits for this kernel by itself
     wait_for_inputs(OVERLAP)
-    release_dependents(OVERLAP)
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head, tile = tl.program_id(1) % HEADS, tl.program_id(1) // HEADS
     line = positions + row * line_stride

@@ -82,6 +82,7 @@ def _call(product: Product, x: Tensor, out: Tensor, residual: Tensor | None, til
         "EVEN_K": even,
         "SPLIT_K": tiles.split_k,
         "PREFETCH": (product.prefetch or tiles.prefetch) if even and _aligned(weight.stored) else 0,
+        "LINE": tiles.line,
         "RELEASE": tiles.release,
         "BLOCK_M": rows,
         "BLOCK_N": tiles.block_n,

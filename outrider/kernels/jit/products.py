@@ -18,6 +18,12 @@ from outrider.kernels.jit.unpack import unpack_bytes, unpack_nibbles
 __all__ = ["product_kernel", "silu_mul_kernel"]
 
 
+_PREFETCH_BULK = tl.constexpr(
+    "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}"
+)
+_PREFETCH_LINE = tl.constexpr("{.reg .pred p; setp.gt.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}")
+
+
 @triton.jit
 def _activate(gate, ACTIVATION: tl.constexpr):
     """silu, or gelu by its tanh form, in fp32."""
@@ -48,18 +54,23 @@ def _release_at(block, chosen, OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(weight_rows, first, last, BLOCK_BYTES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Ask L2 for the program's first blocks; nothing waits for them. One request a thread, for four warps."""
-    WANTED: tl.constexpr = 128 // weight_rows.shape[0]
-    PIECES: tl.constexpr = 1 if WANTED < 1 else (BLOCKS if WANTED > BLOCKS else WANTED)
-    LENGTH: tl.constexpr = BLOCKS // PIECES
-    starts = first + tl.arange(0, PIECES) * LENGTH
-    sizes = tl.maximum(tl.minimum(last - starts, LENGTH), 0) * BLOCK_BYTES
-    addresses = weight_rows.to(tl.pointer_type(tl.uint8))[:, None] + (starts * BLOCK_BYTES)[None, :]
+def _prefetch(weight_rows, first, last, BLOCK_BYTES: tl.constexpr, BLOCKS: tl.constexpr, LINE: tl.constexpr):
+    """Ask L2 for the program's first blocks, LINE bytes a request; nothing waits for them.
+
+    LINE 0: the bulk copy's prefetch, a few large requests; but its addresses go one by one through scalar registers.
+    """
+    WANTED: tl.constexpr = 128 // weight_rows.shape[0]  # requests a row that make one a thread, for four warps
+    FEW: tl.constexpr = 1 if WANTED < 1 else (BLOCKS if WANTED > BLOCKS else WANTED)  # noqa: FURB136
+    PIECES: tl.constexpr = FEW if LINE == 0 or LINE > BLOCK_BYTES else BLOCKS * BLOCK_BYTES // LINE
+    LENGTH: tl.constexpr = BLOCKS * BLOCK_BYTES // PIECES
+    starts = tl.arange(0, PIECES) * LENGTH
+    sizes = tl.minimum((last - first) * BLOCK_BYTES - starts, LENGTH)
+    addresses = (weight_rows.to(tl.pointer_type(tl.uint8)) + first * BLOCK_BYTES)[:, None] + starts[None, :]
+    sizes = tl.broadcast_to(sizes[None, :], addresses.shape)
     tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        _PREFETCH_BULK if LINE == 0 else _PREFETCH_LINE,
         "=r,l,r",
-        [addresses, tl.broadcast_to(sizes[None, :], addresses.shape)],
+        [addresses, sizes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -215,8 +226,8 @@ def product_kernel(
     x, weight, out, bias, norm_weight, residual, scales, partials, counters, eps, M, N, K,
     stride_x, stride_weight, stride_residual, stride_out,
     ACTIVATION: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
-    FAST: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr, RELEASE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+    FAST: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr,
+    RELEASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[M, outputs] = epilogue(norm(x) @ weight.T); grid (tiles, SPLIT_K). N counts weight rows, K inputs."""
     tile = tl.program_id(0)
@@ -236,7 +247,7 @@ def product_kernel(
         WIDTH: tl.constexpr = (
             BLOCK_K // 2 if KIND == "int4" else BLOCK_K * weight.dtype.element_ty.primitive_bitwidth // 8
         )
-        _prefetch(weight_rows, first, last, WIDTH, PREFETCH)
+        _prefetch(weight_rows, first, last, WIDTH, PREFETCH, LINE)
     wait_for_inputs(OVERLAP)
     line = tl.arange(0, BLOCK_M)
     alive = line < M
