@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Bucket", "GraphCosts", "RoundGraphs"]
 
 logger = logging.getLogger("outrider")
-LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # guesses that rounds are captured for
+LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # guesses that rounds are captured for
+SAMPLED = RuleFlags(random=True)  # serves greedy rows too: noise where there is none to add costs a few microseconds
 REPORTS = (0, 1, 5, 20)  # likeliest tokens that a report may hold
-WARM_UPS = 2
 TIMED_REPLAYS = 3
 
 
@@ -85,6 +85,7 @@ class RoundGraphs:
         self._runner, self._state = runner, state
         self._verification, self._exact = verification, exact
         self._drafter = drafter if drafter is not None and drafter.device_side else None
+        self._most = LENGTHS[-1]  # guesses that an ordinary round makes
         self._num_rows = len(state.lengths) - 1
         self._index = torch.full((self._num_rows,), state.idle, device=state.device)
         self._allowance = torch.zeros(self._num_rows, dtype=torch.long, device=state.device)
@@ -104,8 +105,9 @@ class RoundGraphs:
 
         `counted` goes through a list and shows how far it is.
         """
+        self._most = most
         rows = [max_rows] if self._exact else _row_counts(max_rows)
-        lengths = [most] if self._exact else [0, *(length for length in LENGTHS if 0 < length <= most)]
+        lengths = [most] if self._exact else sorted({length for length in (*LENGTHS, most) if length <= most})
         if self._drafter is None and not self._exact:
             lengths = [0]
         kinds = [
@@ -115,10 +117,9 @@ class RoundGraphs:
             if not drafted or self._drafter is not None
         ]
         buckets = [
-            Bucket(num_rows, length, drafted, RuleFlags(random=random), None, self._state.rules.shapes)
+            Bucket(num_rows, length, drafted, SAMPLED, None, self._state.rules.shapes)
             for num_rows in reversed(rows)  # the largest first: the others then fit into its memory
             for length, drafted in reversed(kinds)
-            for random in (False, True)
         ]
         self._state.places([], 1)  # the idle row's rules
         began = time.perf_counter()
@@ -142,11 +143,12 @@ class RoundGraphs:
         num_rows = self._num_rows if self._exact else 1 << (len(sequences) - 1).bit_length()
         num_rows = min(num_rows, self._num_rows)
         slots = self._state.places(sequences, num_rows)
-        length = num_tokens if self._exact else min((one for one in LENGTHS if one >= num_tokens), default=num_tokens)
+        length = num_tokens if self._exact else min(one for one in (*LENGTHS, self._most) if one >= num_tokens)
         report = None if num_logprobs is None else min((one for one in REPORTS if one >= num_logprobs), default=None)
         if num_logprobs is not None and report is None:
             return None
         flags = self._state.rules.flags(slots)
+        flags = SAMPLED if flags.simple else replace(flags, random=True)
         captured = self._ready(Bucket(num_rows, length, drafted, flags, report, self._state.rules.shapes))
         if captured is None:
             return None
@@ -156,10 +158,10 @@ class RoundGraphs:
         return captured.result
 
     def costs(self) -> GraphCosts:
-        """Time the captured greedy rounds, on rows that belong to nobody."""
+        """Time the captured rounds of simple rules, on rows that belong to nobody."""
         seconds: dict[tuple[int, int], float] = {}
         for bucket, captured in self._captured.items():
-            if captured is None or bucket.flags != RuleFlags() or bucket.drafted != (bucket.num_tokens > 0):
+            if captured is None or bucket.flags != SAMPLED or bucket.drafted != (bucket.num_tokens > 0):
                 continue
             self._send([self._state.idle] * self._num_rows, [0] * self._num_rows)
             events = [
@@ -197,8 +199,7 @@ class RoundGraphs:
         self._send([self._state.idle] * self._num_rows, [bucket.num_tokens] * self._num_rows)
         self._stream.wait_stream(torch.cuda.current_stream(self._state.device))
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                self._round(bucket)
+            self._round(bucket)  # compiles what is missing, and finds its scratch memory
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

@@ -184,7 +184,7 @@ class Product:
         """
         if not self.runs_kernel or not self.weight.stored.is_cuda:
             return
-        from outrider.kernels.tuning import fastest
+        from outrider.kernels.tuning import fastest, recalled
 
         largest: dict[int, int] = {}
         for rows in num_rows:
@@ -192,7 +192,8 @@ class Product:
             if bucket is not None and (self.kind, bucket) not in _chosen:
                 largest[bucket] = max(rows, largest.get(bucket, 0))
         for bucket, rows in largest.items():
-            _chosen[self.kind, bucket] = fastest(self, rows, residual=residual)
+            known, tiles = recalled(self, bucket)
+            _chosen[self.kind, bucket] = tiles if known else fastest(self, rows, residual=residual)
             self.reserve([_chosen[self.kind, bucket]])
 
     def reserve(self, choices: Sequence[Tiles | None]) -> None:

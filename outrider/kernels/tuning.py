@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.kernels.tiles import bucket_of, candidates
+from outrider.kernels.tiles import Tiles, bucket_of, candidates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,9 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.kernels.products import Product
-    from outrider.kernels.tiles import Tiles
 
-__all__ = ["fastest"]
+__all__ = ["fastest", "recalled", "remember"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,52 @@ _COLD_BYTES = 110 << 20  # weights of one turn: twice any L2, so that none is le
 _CHAIN_BYTES = 600e6  # weights a graph reads, about 200 us
 _REPLAYS = 4
 _LIBRARY_FROM = 17  # below, rows must not see each other: see `products`
+
+
+@cache
+def _notes(device: torch.device) -> tuple[Path, dict[str, Any]]:
+    """The file that keeps what was found on cards like this one, and what it says."""
+    import triton
+
+    made_for = f"{torch.cuda.get_device_name(device)}-torch{torch.__version__}-triton{triton.__version__}"
+    name = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in made_for)
+    root = Path(os.environ.get("OUTRIDER_CACHE") or "~/.cache/outrider").expanduser()
+    file = root / "products" / f"{name}.json"
+    try:
+        notes = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or damaged: found out anew
+        notes = {}
+    return file, notes if isinstance(notes, dict) else {}
+
+
+def recalled(product: Product, bucket: int) -> tuple[bool, Tiles | None]:
+    """Whether an earlier process found the best tiling for this kind of product, and which (None: the library)."""
+    _, notes = _notes(product.weight.stored.device)
+    try:
+        found = notes[_name(product, bucket)]
+        return True, None if found is None else Tiles(**found)
+    except (KeyError, TypeError):
+        return False, None
+
+
+def remember(product: Product, bucket: int, tiles: Tiles | None) -> None:
+    """Keep what was found for later processes; where nothing can be written, they find out anew."""
+    file, notes = _notes(product.weight.stored.device)
+    notes[_name(product, bucket)] = None if tiles is None else asdict(tiles)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(notes, indent=1), encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        logger.debug("tunings are not kept: %s", error)
+
+
+def _name(product: Product, bucket: int) -> str:
+    """Names a kind of product, its rows, and the candidates that it was chosen from."""
+    choices = candidates(product.num_weight_rows, product.in_features, bucket, product.weight.kind)
+    digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:12]
+    return f"{bucket} {product.kind} {digest}"
 
 
 def fastest(product: Product, num_rows: int, *, residual: bool) -> Tiles | None:
@@ -47,6 +97,7 @@ def fastest(product: Product, num_rows: int, *, residual: bool) -> Tiles | None:
         times[None] = _time(lambda one: one.by_library(x, other), copies)
     best = min(times, key=lambda tiles: times[tiles])
     logger.debug("%d x %d, %d rows: %s", product.num_weight_rows, product.in_features, num_rows, _table(times))
+    remember(product, bucket, best)
     return best
 
 

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.attention import Tiling
-from outrider.kernels.jit.overlap import release_dependents, wait_for_inputs
+from outrider.kernels.jit.merge import NEVER, finish, leave, merge
+from outrider.kernels.jit.overlap import ask_ahead, release_dependents, wait_for_inputs
 from outrider.kernels.launch import overlaps
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["attend_paged", "counters_for"]
 
 LOG2E = 1.4426950408889634
-NEVER = tl.constexpr(-1.0e30)  # the maximum of nothing: finite, so that no difference of two is NaN
 MERGED_NUMBERS = 4096  # of partial results that a merging program adds a step: 32 registers a thread
 SPARE_COUNTERS = 1 << 14
 
@@ -104,6 +104,21 @@ def _capped(scores, scale, cap, CAP: tl.constexpr):
 
 
 @triton.jit
+def _ask(
+    keys, values, table, begin, stop, lowest, key_stride, value_stride,
+    BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PAGE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Let a split's first keys and values come into L2 while the query is still computed."""
+    if OVERLAP:
+        place = begin + tl.arange(0, BLOCK_N)
+        inside = (place >= lowest) & (place < stop)
+        slot = tl.load(table + place // PAGE, mask=inside, other=0) * PAGE + place % PAGE
+        ask_ahead(keys + slot * key_stride, inside, D, BLOCK_D, OVERLAP)
+        ask_ahead(values + slot * value_stride, inside, DV, BLOCK_DV, OVERLAP)
+
+
+@triton.jit
 def _walk(
     query, keys, values, table, line, query_at, ancestors, begin, stop, lowest, end,
     key_stride, value_stride, position_stride, num_queries, window, scale, cap,
@@ -146,67 +161,6 @@ def _walk(
     return best, tl.sum(shares, 1), mixed
 
 
-@triton.jit
-def _merge(
-    mixes, stats, first, last, num_rows,
-    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Add up the splits first..last of the first ROWS tile rows: (sum [ROWS], weighted values [ROWS, DV]).
-
-    Lane c of CHUNK takes splits c, c + CHUNK and so on, in order. Splits of which a row saw nothing add zeros: more of
-    them change no bit.
-    """
-    split, row, dim = tl.arange(0, SPLITS), tl.arange(0, ROWS), tl.arange(0, BLOCK_DV)
-    live = ((split >= first) & (split <= last))[:, None] & (row < num_rows)[None, :]
-    at = split[:, None] * BLOCK_M + row[None, :]
-    # Other programs wrote these: read them from L2, where all meet.
-    best_of = tl.load(stats + at, mask=live, other=NEVER, cache_modifier=".cg")
-    total_of = tl.load(stats + SPLITS * BLOCK_M + at, mask=live, other=0.0, cache_modifier=".cg")
-    best = tl.max(best_of, 0)
-    total = tl.sum(total_of * tl.exp2(best_of - best[None, :]), 0)
-    lane = tl.arange(0, CHUNK * ROWS)
-    lane_row = lane % ROWS
-    lane_best = tl.reshape(tl.broadcast_to(best[None, :], (CHUNK, ROWS)), (CHUNK * ROWS,))
-    mixed = tl.zeros([CHUNK * ROWS, BLOCK_DV], tl.float32)
-    for low in tl.range(first // CHUNK * CHUNK, last + 1, CHUNK, num_stages=4):
-        taken = low + lane // ROWS
-        kept = (taken >= first) & (taken <= last) & (lane_row < num_rows)
-        place = taken * BLOCK_M + lane_row
-        mix_of = tl.load(
-            mixes + place[:, None] * DV + dim[None, :], mask=kept[:, None] & (dim < DV)[None, :], other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        weight = tl.exp2(tl.load(stats + place, mask=kept, other=NEVER, cache_modifier=".cg") - lane_best)
-        mixed += mix_of * weight[:, None]
-    return total, tl.sum(tl.reshape(mixed, (CHUNK, ROWS, BLOCK_DV)), 0)
-
-
-@triton.jit
-def _finish(
-    out, low, num_queries, total, mixed,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Divide and write tile rows from `low` on, `out` being the KV head's; a row that saw nothing is zero."""
-    member, dim = low + tl.arange(0, ROWS), tl.arange(0, BLOCK_DV)
-    at = member // GROUP * (HEADS * GROUP) + member % GROUP
-    share = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    kept = (member < num_queries * GROUP)[:, None] & (dim < DV)[None, :]
-    tl.store(out + at[:, None] * DV + dim[None, :], share.to(out.dtype.element_ty), kept)
-
-
-@triton.jit
-def _leave(
-    mixes, stats, split, best, total, mixed, live,
-    BLOCK_M: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Write a split's share to where the merging program finds it."""
-    at, dim = split * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-    tl.store(stats + at, best, live)
-    tl.store(stats + SPLITS * BLOCK_M + at, total, live)
-    tl.store(mixes + at[:, None] * DV + dim[None, :], mixed, live[:, None] & (dim < DV)[None, :])
-
-
 @triton.jit(
     do_not_specialize=["num_queries", "num_places", "window", "fixed_length", "table_stride", "line_stride"],
 )
@@ -221,16 +175,13 @@ def _attention(
     TREE: tl.constexpr, FIXED: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     release_dependents(OVERLAP)  # what follows has weights to fetch, and waits for this kernel by itself
-    wait_for_inputs(OVERLAP)
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head, tile = tl.program_id(1) % HEADS, tl.program_id(1) // HEADS
     line = positions + row * line_stride
     member = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live, step = member < num_queries * GROUP, member // GROUP
     query_head, dim = head * GROUP + member % GROUP, tl.arange(0, BLOCK_D)
-    # Asked for before it is known whether this split has work: one wait instead of two.
-    from_ = query + row * query_stride_b + step.to(tl.int64) * query_stride_t + query_head * query_stride_h
-    asked = tl.load(from_[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
+    # Positions and tables stand since before this pass, old keys since before this layer: they need not wait.
     lowest, end, base, size, first, last = _borders(
         line, position_stride, tile, num_queries, num_places, window, fixed_length,
         GROUP, BLOCK_M, BLOCK_N, SPLITS, MIN_BLOCKS, WINDOW, TREE, FIXED,
@@ -240,6 +191,13 @@ def _attention(
     begin = tl.maximum(base + split * size, lowest // BLOCK_N * BLOCK_N)
     stop = tl.where(split == SPLITS - 1, end, tl.minimum(base + split * size + size, end))
     query_at = tl.load(line + step * position_stride, mask=live, other=-1).to(tl.int32)
+    _ask(
+        keys + head * key_stride_h, values + head * value_stride_h, tables + row * table_stride, begin, stop, lowest,
+        key_stride, value_stride, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, PAGE, OVERLAP,
+    )  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    from_ = query + row * query_stride_b + step.to(tl.int64) * query_stride_t + query_head * query_stride_h
+    asked = tl.load(from_[:, None] + dim[None, :], mask=live[:, None] & (dim < D)[None, :], other=0.0)
     related = query_at.to(tl.int64)
     if TREE:
         related = tl.load(ancestors + row * tree_stride + step * tree_stride_t, mask=live, other=0)
@@ -250,20 +208,20 @@ def _attention(
     )  # fmt: skip
     out += row * num_queries * (HEADS * GROUP * DV) + head * (GROUP * DV)
     if SPLITS == 1:
-        _finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
+        finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
     elif first == last:
-        _finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
+        finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
     else:
         place = row * tl.num_programs(1) + tl.program_id(1)
         mixes += place * SPLITS * BLOCK_M * DV
         stats += place * SPLITS * BLOCK_M * 2
-        _leave(mixes, stats, split, best, total, mixed, live, BLOCK_M, DV, BLOCK_DV, SPLITS)
+        leave(mixes, stats, split, best, total, mixed, live, BLOCK_M, DV, BLOCK_DV, SPLITS)
         tl.debug_barrier()  # every thread's stores come before the one thread's release
         if tl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu") == last - first:
             tl.store(counters + place, 0)
             left = num_queries * GROUP - tile * BLOCK_M
-            sums, blends = _merge(mixes, stats, first, last, left, BLOCK_M, BLOCK_DV, DV, SPLITS, ROWS, CHUNK)
-            _finish(out, tile * BLOCK_M, num_queries, sums, blends, ROWS, HEADS, GROUP, DV, BLOCK_DV)
+            sums, blends = merge(mixes, stats, first, last, left, BLOCK_M, BLOCK_DV, DV, SPLITS, ROWS, CHUNK)
+            finish(out, tile * BLOCK_M, num_queries, sums, blends, ROWS, HEADS, GROUP, DV, BLOCK_DV)
 
 
 @cache

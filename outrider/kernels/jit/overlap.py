@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["release_dependents", "wait_for_inputs"]
+__all__ = ["ask_ahead", "release_dependents", "wait_for_inputs"]
+
+_PREFETCH = tl.constexpr("{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}")
 
 
 @triton.jit
@@ -25,3 +27,17 @@ def release_dependents(OVERLAP: tl.constexpr):
     """Let the next kernel's programs start wherever there is room."""
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def ask_ahead(rows, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """Ask L2 for COUNT numbers (BLOCK: the next power of two) from each of these addresses; nothing waits for them."""
+    if OVERLAP:
+        LINE: tl.constexpr = 512 // rows.dtype.element_ty.primitive_bitwidth  # numbers in 64 bytes
+        PIECES: tl.constexpr = BLOCK // LINE if BLOCK > LINE else 1
+        piece = tl.arange(0, PIECES) * LINE
+        there = wanted[:, None] & (piece < COUNT)[None, :]
+        addresses = rows[:, None] + piece[None, :]
+        tl.inline_asm_elementwise(
+            _PREFETCH, "=r,l,r", [addresses, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -120,7 +120,10 @@ def rotate_kernel(
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Take a group of one token's heads: query heads first, then key heads, then value heads."""
+    """Take a group of one token's heads: query heads first, then key heads, then value heads.
+
+    Positions and tables stand since before the product whose output this reads began, so they need not wait.
+    """
     release_dependents(OVERLAP)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, step = token // num_steps, token % num_steps
@@ -130,23 +133,22 @@ def rotate_kernel(
     head, qkv = (group - begin) * GROUP + tl.arange(0, GROUP), qkv + token * qkv_row
     if group < key_begin:
         weights = _weights(query_norm, DIM, ROTARY, HALF, REST)
-        wait_for_inputs(OVERLAP)
         angle = tl.minimum(tl.load(positions + row * position_row + step), num_angles - 1)
+        wait_for_inputs(OVERLAP)
         heads = _read(qkv, head, HEADS, DIM, ROTARY, HALF, REST)
         heads = _turned(heads, weights, angle, cos, sin, eps, DIM, ROTARY, query_norm is not None)
         _write(heads, queries + token * (HEADS * DIM), DIM, head, HEADS, DIM, ROTARY)
     elif group < value_begin:
         weights = _weights(key_norm, DIM, ROTARY, HALF, REST)
-        wait_for_inputs(OVERLAP)
         angle = tl.minimum(tl.load(positions + row * position_row + step), num_angles - 1)
-        place = tl.load(places + row * place_row + step)
+        slot = _slot(tables + row * table_row, tl.load(places + row * place_row + step), num_blocks)
+        wait_for_inputs(OVERLAP)
         heads = _read(qkv + HEADS * DIM, head, KV_HEADS, DIM, ROTARY, HALF, REST)
-        slot = _slot(tables + row * table_row, place, num_blocks)
         heads = _turned(heads, weights, angle, cos, sin, eps, DIM, ROTARY, key_norm is not None)
         _write(heads, keys + slot * pool_slot, pool_head, head, KV_HEADS, DIM, ROTARY)
     else:
-        wait_for_inputs(OVERLAP)
         slot = _slot(tables + row * table_row, tl.load(places + row * place_row + step), num_blocks)
+        wait_for_inputs(OVERLAP)
         heads = _read(qkv + (HEADS + KV_HEADS) * DIM, head, KV_HEADS, DIM, ROTARY, HALF, REST)
         _write(heads, values + slot * pool_slot, pool_head, head, KV_HEADS, DIM, ROTARY)
 
