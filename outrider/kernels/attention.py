@@ -24,8 +24,7 @@ MAX_DIM = 256  # numbers a head that one tile holds
 MAX_TREE = 64  # bits of an ancestor mask
 EXACT_BLOCK_M = 32  # one tile shape for all calls in exact mode: 8 queries of 4 grouped heads
 PROGRAMS_PER_SM = 2
-MAX_SPLITS = 32
-MERGED_ROWS = 512  # splits times tile rows that one program merges at most: all others wait for it
+SPLITS = (16, 4, 1)  # few kinds: each is compiled by itself, and as many as fit would gain little
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,8 @@ class Tiling:
             block_m = 16  # fp32 products have no tensor cores: keep their operands in registers
         block_n = max(16, min(64, 16384 // (_power_of_2(width) * itemsize)))
         programs = heads if fixed_length is not None else rows * heads * -(-members // block_m)
-        wanted = min(MAX_SPLITS, MERGED_ROWS // block_m, PROGRAMS_PER_SM * processors // programs)
-        if fixed_length is not None:
-            wanted = min(wanted, -(-fixed_length // block_n))
-        splits = 1 << (max(wanted, 1).bit_length() - 1)
+        wanted = max(1, PROGRAMS_PER_SM * processors // programs)
+        splits = next((few for few in SPLITS if few <= 2 * wanted), 1)  # one without work costs next to nothing
         return cls(block_m, block_n, splits, 1 if block_m == 16 else 2)
 
 

@@ -28,6 +28,7 @@ __all__ = ["attend_paged", "counters_for"]
 
 LOG2E = 1.4426950408889634
 MERGED_NUMBERS = 4096  # of partial results that a merging program adds a step: 32 registers a thread
+FEW_MEMBERS = 4  # tile rows of plain decoding with grouped heads: merged without the others, which are empty
 SPARE_COUNTERS = 1 << 14
 
 
@@ -284,7 +285,7 @@ def attend_paged(
     block_dv = max(16, triton.next_power_of_2(dim_v))
     merged = tiling.block_m
     if fixed_length is None:
-        merged = min(merged, triton.next_power_of_2(num_queries * group))
+        merged = FEW_MEMBERS if num_queries * group <= FEW_MEMBERS else merged
     chunk = min(tiling.splits, max(1, MERGED_NUMBERS // (merged * block_dv)))
     tree = positions if ancestors is None else ancestors
     overlap = overlaps(device)
