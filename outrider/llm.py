@@ -12,14 +12,12 @@ from outrider.drafters import LoadedDraft, load_draft, make_drafter
 from outrider.engine.engine import Engine
 from outrider.engine.intake import Intake, listed, paired
 from outrider.engine.memory import sized, working_bytes
-from outrider.errors import ConfigError, InvalidRequestError, OutriderError
-from outrider.model.load import LoadedModel, load_model
-from outrider.model.quantize import check_kind
+from outrider.errors import InvalidRequestError, OutriderError
 from outrider.model.runner import TorchRunner
 from outrider.progress import counted, tracked
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import output_of
-from outrider.setup import optimized, resolve_device, speculation_from, warn_lossy
+from outrider.setup import check_parallel, load_target, resolve_device, speculation_from, warn_lossy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,12 +26,13 @@ if TYPE_CHECKING:
     import torch
 
     from outrider.draft.drafter import Drafter
+    from outrider.model.load import LoadedModel
     from outrider.outputs import RequestOutput, StreamChunk
     from outrider.sequence import Request, Sequence
 
 __all__ = ["LLM"]
 
-PREFILL_CHUNK = {"cuda": 2048, "cpu": 512}  # prompt tokens between two rounds: about one round's time or two
+PREFILL_CHUNK = (512, 2048)  # prompt tokens between two rounds, on a CPU and on a card: one or two rounds' time
 
 
 class LLM:
@@ -101,8 +100,7 @@ class LLM:
         draft_vocab_corpus: str | Path | None = None,
         tensor_parallel_size: int = 1,
     ) -> None:
-        if tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet; leave it at 1")
+        check_parallel(tensor_parallel_size)
         speculation = speculation_from(
             speculative_config,
             model=speculative_model,
@@ -116,20 +114,14 @@ class LLM:
             draft_vocab_corpus=draft_vocab_corpus,
         )
         where = resolve_device(device, model)
-        if prefill_chunk_size is None:
-            prefill_chunk_size = PREFILL_CHUNK["cuda" if where.type == "cuda" else "cpu"]
-        config = EngineConfig(
-            max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, exact, seed
-        )
+        chunk = PREFILL_CHUNK[where.type == "cuda"] if prefill_chunk_size is None else prefill_chunk_size
+        config = EngineConfig(max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, chunk, exact, seed)
         warn_lossy(speculation.verification)
         self._lock = threading.RLock()
         self._owned: list[TorchRunner] = []
         self._drafters: dict[int, tuple[Any, Drafter]] = {}
-        check_kind(quantization, where)
-        loaded = load_model(
-            model, dtype=dtype, device=where, revision=revision, tokenizer=tokenizer, max_model_len=max_model_len
-        )
-        self.loaded = optimized(loaded, model, quantization)
+        more: dict[str, Any] = {"revision": revision, "tokenizer": tokenizer, "max_model_len": max_model_len}
+        self.loaded = load_target(model, quantization, dtype=dtype, device=where, **more)
         try:
             runner = self._runner(self.loaded, exact=exact)
             draft = load_draft(speculation, self.loaded, draft_dtype, draft_device, like=dtype)

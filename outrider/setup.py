@@ -87,6 +87,30 @@ def check_draft_quantization(kind: str | None, source: Any, device: torch.device
         raise ConfigError("draft_quantization='fp8' needs a GPU; on a CPU use 'int8' or 'int4', or leave it out")
 
 
+def check_parallel(tensor_parallel_size: int) -> None:
+    """Refuse what cannot be done yet.
+
+    Raises:
+        ConfigError: More than one device is asked for.
+    """
+    if tensor_parallel_size != 1:
+        raise ConfigError(f"tensor_parallel_size={tensor_parallel_size!r} is not supported yet; leave it at 1")
+
+
+def load_target(source: Any, quantization: str | None, *, device: torch.device, **how: Any) -> LoadedModel:
+    """Load the target and make it ready to run; `how` goes to `load_model`.
+
+    Raises:
+        ConfigError: A setting is out of range; known before any weight is read.
+        ModelLoadError: The model is missing, broken, or cannot be served.
+    """
+    from outrider.model.load import load_model
+    from outrider.model.quantize import check_kind
+
+    check_kind(quantization, device)
+    return optimized(load_model(source, device=device, **how), source, quantization)
+
+
 def optimized(loaded: LoadedModel, source: Any, quantization: str | None) -> LoadedModel:
     """Fuse and pack a model that Outrider loaded itself; a caller's own model object is left as it is.
 

@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["overlaps", "runs_kernels", "uses_kernels"]
+__all__ = ["interpreted", "overlaps", "runs_kernels", "uses_kernels"]
 
 HOPPER = 9  # first compute capability with programmatic dependent launch
 

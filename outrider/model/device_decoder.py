@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from outrider.kernels.products import Product
 from outrider.kernels.rotary import rotate_and_store
-from outrider.model.fuse import GatedMLP, RMSNorm, is_plain_linear
+from outrider.model.fuse import GatedMLP, RMSNorm
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache
+from outrider.model.packing import is_plain_linear
 from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:

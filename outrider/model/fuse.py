@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import ConfigError
-from outrider.kernels.launch import uses_kernels
-from outrider.model.quantize import Int4Linear, Int8Linear, PackedLinear, Quantization, check_kind, pack, quantize
+from outrider.model.packing import is_plain_linear, parents_of, replace_linears
+from outrider.model.quantize import Int4Linear, Int8Linear, PackedLinear, Quantization, check_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from transformers import PreTrainedModel
 
@@ -46,7 +46,6 @@ __all__ = [
     "SharedProduct",
     "SharedProductPart",
     "describe",
-    "is_plain_linear",
     "optimize",
 ]
 
@@ -180,7 +179,7 @@ def optimize(model: PreTrainedModel, *, quantization: Quantization | None = None
     with torch.no_grad():
         if fuse:
             _fuse(model)
-        _replace_linears(model, quantization)
+        replace_linears(model, quantization)
     found = describe(model)
     if quantization is not None and not {"Int8Linear", "Int4Linear"} & found.counts.keys():
         reason = next(iter(found.unquantised.values()), "it has no linear layers")
@@ -225,21 +224,6 @@ def _check(model: PreTrainedModel, quantization: str | None) -> None:
             )
 
 
-def is_plain_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
-    """Whether this is a linear layer and nothing more (no subclass, hook or patched forward that would be lost)."""
-    if not isinstance(module, nn.Linear | Conv1D) or type(module) not in (nn.Linear, Conv1D):
-        return False
-    if type(module.weight) is not nn.Parameter or not module.weight.is_floating_point() or module.weight.itemsize == 1:
-        return False  # quantised already: a tensor subclass (torchao), or codes that something else gives a scale
-    hooks = module._forward_hooks or module._forward_pre_hooks  # noqa: SLF001 - torch offers no other way to see them
-    return not hooks and "forward" not in module.__dict__
-
-
-def _parents(model: nn.Module) -> list[nn.Module]:
-    """Modules with children. Leaves are not held, so that a replaced layer's weight is freed at once."""
-    return [module for module in model.modules() if next(module.children(), None) is not None]
-
-
 def _stack(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear layer that gives the outputs of all, side by side."""
     first, outputs = linears[0], sum(linear.out_features for linear in linears)
@@ -254,12 +238,12 @@ def _stack(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def _fuse(model: nn.Module) -> None:
-    for parent in _parents(model):
+    for parent in parents_of(model):
         for name, child in list(parent.named_children()):
             faster = _faster_norm(child) or _faster_mlp(child)
             if faster is not None:
                 setattr(parent, name, faster)
-    for parent in _parents(model):
+    for parent in parents_of(model):
         for names in _SIBLINGS:
             _share_product(parent, names)
 
@@ -321,36 +305,3 @@ def _agree(original: nn.Module, faster: nn.Module, width: int, like: Tensor) -> 
     largest = expected.abs().amax(-1, keepdim=True).float()
     bound = max(2 * torch.finfo(like.dtype).eps, 1e-5)
     return bool(((expected.float() - got.float()).abs() <= bound * largest).all())
-
-
-# --- packing and quantization, on a CPU
-
-
-def _replace_linears(model: PreTrainedModel, quantization: Quantization | None) -> None:
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    done: dict[int, nn.Module] = {}  # a layer that stands in two places stays one layer
-    for parent, name, linear in _linears(model):
-        if linear.weight.device.type != "cpu" or uses_kernels(linear.weight.device):
-            continue
-        if id(linear) not in done:
-            done[id(linear)] = _replacement(linear, None if linear is head else quantization)
-        setattr(parent, name, done[id(linear)])
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    for parent in _parents(model):
-        for name, child in list(parent.named_children()):
-            if is_plain_linear(child):
-                yield parent, name, child
-
-
-def _replacement(linear: nn.Linear | Conv1D, quantization: Quantization | None) -> nn.Module:
-    weight = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
-    reason = ""
-    if quantization is not None:
-        quantised = quantize(weight, linear.bias, quantization)
-        if isinstance(quantised, nn.Module):
-            return quantised.eval()
-        reason = quantised
-    packed = pack(weight, linear.bias, reason)
-    return linear if packed is None else packed.eval()

@@ -13,6 +13,7 @@ from outrider.kernels.launch import runs_kernels
 from outrider.kernels.products import Product, gate_reference, product_reference, silu_mul
 from outrider.kernels.tiles import Tiles, bucket_of, candidates, default_tiles
 from outrider.kernels.weights import store
+from tests.interpreter import mended_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_kernels = pytest.mark.skipif(not runs_kernels(torch.empty(0, device=DEVICE)), reason="no Triton here")
@@ -20,32 +21,11 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _the_interpreter_loops_over_tensors_and_multiplies_bf16():
-    """Triton 3.6 converts arrays of one number as numpy 2.4 no longer does, and multiplies the bits of bf16 numbers."""
+def _interpreter():
     if DEVICE.type == "cuda" or not runs_kernels(torch.empty(0)):
         yield
         return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def multiplied(self, a, b, *others):
-        return dot(self, widened(a), widened(b), *others)
-
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(interpreter, "_patch_lang_tensor", patched)
-        context.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
+    with mended_interpreter():
         yield
 
 

@@ -90,36 +90,11 @@ def _slot(table, place, num_blocks):
 
 @triton.jit
 def rotate_kernel(
-    qkv,
-    tables,
-    places,
-    positions,
-    cos,
-    sin,
-    keys,
-    values,
-    query_norm,
-    key_norm,
-    queries,
-    eps,
-    num_steps,
-    num_blocks,
-    num_angles,
-    qkv_row,
-    table_row,
-    place_row,
-    position_row,
-    pool_slot,
-    pool_head,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    GROUP: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    qkv, tables, places, positions, cos, sin, keys, values, query_norm, key_norm, queries, eps,
+    num_steps, num_blocks, num_angles, qkv_row, table_row, place_row, position_row, pool_slot, pool_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Take a group of one token's heads: query heads first, then key heads, then value heads.
 
     Positions and tables stand since before the product whose output this reads began, so they need not wait.
