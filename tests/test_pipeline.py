@@ -12,6 +12,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.engine.engine import Engine
+from outrider.engine.graphs import GraphCosts
 from tests.scripted import generate_staggered, generate_together
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
 
@@ -102,3 +103,11 @@ def test_no_round_is_wasted_on_a_text_that_ended_by_its_length(monkeypatch: pyte
     with engine(1, "none", monkeypatch) as llm:
         generate_together(llm, [([65, 66], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))])
         assert llm.engine.figures.rounds == 20
+
+
+def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:
+    costs = GraphCosts({(1, 0): 5.0, (1, 3): 8.0, (4, 0): 6.0, (4, 3): 9.0})
+    assert costs.round_seconds("draft", 1, 0) == 5.0
+    assert costs.round_seconds("draft", 1, 2) == 8.0
+    assert costs.round_seconds("draft", 3, 1) == 9.0
+    assert costs.round_seconds("draft", 4, 7) == 18.0  # beyond what was timed: twice the tokens, twice the time

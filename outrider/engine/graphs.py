@@ -157,8 +157,8 @@ class RoundGraphs:
         self.num_replays += 1
         return captured.result
 
-    def costs(self) -> GraphCosts:
-        """Time the captured rounds of simple rules, on rows that belong to nobody."""
+    def costs(self) -> GraphCosts | None:
+        """Time the captured rounds of simple rules, on rows that belong to nobody; None where there are none."""
         seconds: dict[tuple[int, int], float] = {}
         for bucket, captured in self._captured.items():
             if captured is None or bucket.flags != SAMPLED or bucket.drafted != (bucket.num_tokens > 0):
@@ -175,7 +175,7 @@ class RoundGraphs:
             torch.cuda.synchronize(self._state.device)
             times = [one.elapsed_time(other) for one, other in pairwise(events)]
             seconds[bucket.num_rows, bucket.num_tokens] = min(times) / 1e3
-        return GraphCosts(seconds)
+        return GraphCosts(seconds) if seconds else None
 
     def _send(self, slots: list[int], allowance: list[int]) -> None:
         """Tell the device who takes part, unless it was the same the last time."""
