@@ -2,12 +2,13 @@
 
     python benchmarks/gpu_lossless.py                         # the default model, 200 prompts, lookup with 8 guesses
     python benchmarks/gpu_lossless.py --model m.gguf --draft d   # another model, and a draft model besides
-    python benchmarks/gpu_lossless.py --prompts 4 --tokens 16 --device cpu --dtype float32
+    python benchmarks/gpu_lossless.py --tiny                  # a tiny model made on the spot, on the CPU: does it run?
 
 Each prompt is continued plainly and with guesses, greedily and sampled with fixed seeds, in fast and in exact mode.
-Where two texts part, both tokens' scores there (log-probability over temperature, plus the noise of a draw) are
-compared: in half precision a row computed in another width may differ in its last bits, so a gap below NEAR is a
-near-tie, which fast mode allows. A larger one, or any in exact mode, is a defect: the exit code is then 1.
+Where two texts part, `lossless_referee.py` runs the same weights in fp32 over what both have in common, and tells how
+far each of the two tokens is from being the one to take: below NEAR it is a near-tie, which fast mode allows. All else
+is a defect, and in exact mode every divergence is; so is a text that failed, and a cell in which nothing was guessed
+shows nothing. The exit code is then 1.
 """
 
 from __future__ import annotations
@@ -15,64 +16,95 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+HERE = Path(__file__).resolve().parent
+if str(HERE.parent) not in sys.path:
+    sys.path.insert(0, str(HERE.parent))
 
-import torch
+import torch  # noqa: E402
 
-from benchmarks.gpu_machine import slug, versions
-from benchmarks.terminal import Console, Table
-from outrider import LLM, SamplingParams
-from outrider.sampling.random import Purpose, gumbel, mixed_seed
+from benchmarks.gpu_machine import driver, slug, versions  # noqa: E402
+from benchmarks.lossless_referee import Referee  # noqa: E402
+from benchmarks.terminal import Console, Table  # noqa: E402
+from outrider import LLM, SamplingParams  # noqa: E402
 
 if TYPE_CHECKING:
     from outrider.outputs import RequestOutput
 
-HERE = Path(__file__).parent
 GUESSES = 8
-NEAR = 0.25  # of a score: some steps of bf16 at the size of a logit
-REPORTED = 20  # likeliest tokens whose scores are kept: a near-tie is among them
+NEAR = {"bfloat16": 0.25, "float16": 0.03, "float32": 1e-3}  # of a logit: what rounding explains
+TINY = {"prompts": 4, "tokens": 12, "dtype": "float32", "device": "cpu"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "nucleus": {"temperature": 0.8, "top_p": 0.95},
 }
+CUTS = (1.0, 0.85, 0.7, 0.55, 0.4)  # shares of a conversation's last message
+QUESTIONS = (
+    "",
+    "Answer in one short paragraph.",
+    "Give three points.",
+    "Explain this to a child.",
+    "First repeat the most important part word for word.",
+    "What is missing here?",
+    "Say the same in other words.",
+)
 
 
 def main() -> None:
     options = _options()
-    console = Console()
-    table = Table(title="Plain and speculative text")
-    for name in ("mode", "drafter", "setting", "prompts", "tokens", "parted", "near-ties", "defects", "accepted"):
-        table.add_column(name, justify="left" if name in ("mode", "drafter", "setting") else "right")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.tiny:
+            options.model, options.draft = _tiny_pair(Path(folder))
+        sys.exit(0 if _run(options, console) else 1)
+
+
+def _run(options: argparse.Namespace, console: Console) -> bool:
+    """Compare, judge, print and keep; say whether there is no defect."""
+    began = time.perf_counter()
     cells: list[dict[str, Any]] = []
     for mode in ("fast", "exact"):
         for drafter in ["ngram", *(["draft_model"] if options.draft else [])]:
             cells += _compared(options, mode, drafter)
-    for cell in cells:
-        parted = cell["divergences"]
-        defects = sum(one["verdict"] == "defect" for one in parted)
-        counts = (cell["prompts"], cell["tokens"], len(parted), len(parted) - defects, defects)
-        share = f"{cell['accepted'] / max(cell['drafted'], 1):.0%}"
-        table.add_row(cell["mode"], cell["drafter"], cell["setting"], *map(str, counts), share)
-    console.print(table)
+    _judge(options, cells)
+    console.print(_table(cells))
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() and options.device != "cpu" else "cpu"
     record = {
         "benchmark": "gpu_lossless",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "card": card,
+        "driver": driver(),
         "versions": versions(),
         "options": {name: str(value) for name, value in vars(options).items()},
-        "near": NEAR,
+        "near": NEAR[options.dtype],
+        "seconds": time.perf_counter() - began,
         "cells": cells,
     }
     out = options.out or HERE / "records" / f"gpu_lossless-{record['date'][:10]}-{slug(card)}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    console.print(f"Record: {out}")
-    sys.exit(any(one["verdict"] == "defect" for cell in cells for one in cell["divergences"]))
+    console.print(f"Record: {out}", soft_wrap=True)
+    return not any(cell["defects"] or not cell["drafted"] for cell in cells)
+
+
+def _table(cells: list[dict[str, Any]]) -> Table:
+    table = Table(title="Plain and speculative text")
+    words = ("mode", "drafter", "setting")
+    for name in (*words, "prompts", "tokens", "parted", "near-ties", "defects", "accepted"):
+        table.add_column(name, justify="left" if name in words else "right")
+    for cell in cells:
+        parted, defects = len(cell["divergences"]), cell["defects"]
+        share = f"{cell['accepted'] / cell['drafted']:.0%}" if cell["drafted"] else "[red]no guess[/red]"
+        told = f"[red]{defects}[/red]" if defects else "0"
+        counts = (str(cell["prompts"]), str(cell["tokens"]), str(parted), str(parted - defects), told)
+        table.add_row(*(cell[word] for word in words), *counts, share)
+    return table
 
 
 def _compared(options: argparse.Namespace, mode: str, drafter: str) -> list[dict[str, Any]]:
@@ -86,22 +118,21 @@ def _compared(options: argparse.Namespace, mode: str, drafter: str) -> list[dict
         exact=mode == "exact",
         dtype=options.dtype,
         device=options.device,
-        max_model_len=2048,
+        max_model_len=512 if options.tiny else 2048,
         max_num_seqs=8,
     ) as llm:
-        prompts = _prompts(llm, options.prompts)
+        prompts = _prompts(llm, options.prompts, room=llm.max_model_len - options.tokens)
         return [_cell(llm, prompts, mode, drafter, name, options.tokens) for name in SETTINGS]
 
 
 def _cell(llm: LLM, prompts: list[list[int]], mode: str, drafter: str, name: str, num_tokens: int) -> dict[str, Any]:
     params = [
-        SamplingParams(max_tokens=num_tokens, seed=place, logprobs=REPORTED, speculation="off", **SETTINGS[name])
+        SamplingParams(max_tokens=num_tokens, seed=place, speculation="off", **SETTINGS[name])
         for place in range(len(prompts))
     ]
     plain = llm.generate(prompts, params, progress=False)
     guessed = llm.generate(prompts, [one.but(speculation=GUESSES) for one in params], progress=False)
-    pairs = zip(plain, guessed, params, strict=True)
-    parted = [_parting(place, *pair, mode) for place, pair in enumerate(pairs)]
+    parted = [_parting(place, *pair) for place, pair in enumerate(zip(plain, guessed, strict=True))]
     return {
         "mode": mode,
         "drafter": drafter,
@@ -114,47 +145,60 @@ def _cell(llm: LLM, prompts: list[list[int]], mode: str, drafter: str, name: str
     }
 
 
-def _parting(
-    place: int, plain: RequestOutput, guessed: RequestOutput, params: SamplingParams, mode: str
-) -> dict[str, Any] | None:
-    """Where two texts part, and how close the two tokens were; None where they do not."""
+def _parting(place: int, plain: RequestOutput, guessed: RequestOutput) -> dict[str, Any] | None:
+    """Where two texts part, with what precedes that place in both; None where they do not."""
     mine, theirs = plain.token_ids, guessed.token_ids
-    if mine == theirs:
-        return None
+    reasons = [one.outputs[0].finish_reason for one in (plain, guessed)]
     at = next((at for at, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-    if at is None:  # one goes on where the other ends: not a matter of scores
-        return {"prompt": place, "position": min(len(mine), len(theirs)), "verdict": "defect"}
-    report = plain.outputs[0].logprobs
-    assert report is not None
-    scores = {**report[at].top, report[at].token_id: report[at].logprob}
-    first, second = mine[at], theirs[at]
-    gap = None
-    if second in scores:
-        gap = abs(_score(scores, first, at, plain, params) - _score(scores, second, at, plain, params))
-    near = gap is not None and gap < NEAR and mode == "fast"
-    found = {"prompt": place, "position": at, "plain": first, "speculative": second, "gap": gap}
-    return {**found, "verdict": "near-tie" if near else "defect"}
+    if at is not None:
+        prefix = [*plain.prompt_token_ids, *mine[:at]]
+        return {"prompt": place, "position": at, "plain": mine[at], "speculative": theirs[at], "prefix": prefix}
+    if len(mine) == len(theirs) and reasons[0] == reasons[1] in ("stop", "length"):
+        return None
+    # One goes on where the other ends, or one failed: not a matter of scores.
+    return {"prompt": place, "position": min(len(mine), len(theirs)), "finish_reasons": reasons}
 
 
-def _score(scores: dict[int, float], token: int, at: int, plain: RequestOutput, params: SamplingParams) -> float:
-    """What the choice compared: the log-probability, over temperature and with the draw's noise where there is one."""
-    if params.temperature == 0:
-        return scores[token]
-    seed = torch.tensor([mixed_seed(params.seed or 0)])
-    end = torch.tensor([[len(plain.prompt_token_ids) + at]])
-    noise = gumbel(seed, end, Purpose.CHOICE, torch.tensor([[[token]]]))
-    return scores[token] / params.temperature + float(noise)
+def _judge(options: argparse.Namespace, cells: list[dict[str, Any]]) -> None:
+    """Add gap and verdict to each divergence, now that the engines have left the memory."""
+    parted = [(cell, one) for cell in cells for one in cell["divergences"]]
+    near = NEAR[options.dtype]
+    referee = Referee(options.model, options.dtype, options.device) if parted else None
+    for cell, one in parted:
+        gap, prefix = None, one.pop("prefix", None)
+        if referee is not None and prefix is not None:
+            params = SamplingParams(seed=one["prompt"], **SETTINGS[cell["setting"]])
+            gap = referee.gap(prefix, (one["plain"], one["speculative"]), params, near)
+        one["gap"] = gap
+        one["verdict"] = "near-tie" if gap is not None and gap < near and cell["mode"] == "fast" else "defect"
+    for cell in cells:
+        cell["defects"] = sum(one["verdict"] == "defect" for one in cell["divergences"])
 
 
-def _prompts(llm: LLM, count: int) -> list[list[int]]:
-    """The benchmark's conversations, and the same cut off at other places until there are enough."""
+def _prompts(llm: LLM, count: int, room: int) -> list[list[int]]:
+    """The benchmark's conversations, their last message cut at several places and with several questions after it."""
     lines = (HERE / "prompts" / "core.jsonl").read_text(encoding="utf-8").splitlines()
-    whole = [llm.render(json.loads(line)["messages"]) for line in lines]
-    whole = [ids[: llm.max_model_len // 2] for ids in whole]
-    return [
-        ids[: max(8, len(ids) - 5 * (place // len(whole)))]
-        for place, ids in ((place, whole[place % len(whole)]) for place in range(count))
-    ]
+    talks = [json.loads(line)["messages"] for line in lines]
+    most = len(CUTS) * len(QUESTIONS) * len(talks)
+    if count > most:
+        raise SystemExit(f"--prompts {count}: there are {most} at most")
+    prompts = []
+    for place in range(count):
+        variant, talk = divmod(place, len(talks))
+        question, cut = divmod(variant, len(CUTS))
+        *before, last = talks[talk]
+        text = last["content"][: int(len(last["content"]) * CUTS[cut])] + "\n\n" + QUESTIONS[question]
+        prompts.append(llm.render([*before, {**last, "content": text.strip()}])[-room:])
+    return prompts
+
+
+def _tiny_pair(folder: Path) -> tuple[str, str]:
+    from tests.tiny import byte_tokenizer, save, tiny_draft, tiny_target
+
+    target = tiny_target()
+    models = {"target": target, "draft": tiny_draft(target, "noisy")}
+    target_folder, draft_folder = (save(model, byte_tokenizer(), folder / name) for name, model in models.items())
+    return str(target_folder), str(draft_folder)
 
 
 def _options() -> argparse.Namespace:
@@ -163,12 +207,18 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", help="Hub id, folder or GGUF file (the default model)")
     add("--draft", help="a draft model to try besides lookup")
-    add("--prompts", type=int, default=200)
-    add("--tokens", type=int, default=64, help="new tokens a prompt (64)")
-    add("--dtype", default="bfloat16")
+    add("--tiny", action="store_true", help="a smoke run: a tiny model and draft, on the CPU in fp32")
+    add("--prompts", type=int, help="how many (200)")
+    add("--tokens", type=int, help="new tokens a prompt (64)")
+    add("--dtype", choices=list(NEAR), help="of weights and cache (bfloat16)")
     add("--device", help="cuda or cpu; by default a card where there is one")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    fallbacks = TINY if options.tiny else {"prompts": 200, "tokens": 64, "dtype": "bfloat16"}
+    for name, value in fallbacks.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
 if __name__ == "__main__":
