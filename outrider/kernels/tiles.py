@@ -68,9 +68,11 @@ def split_evenly(tiles: Tiles, num_weight_rows: int, in_features: int, programs:
     return replace(tiles, split_k=split)
 
 
-# Measured on an H100 (benchmarks/gpu_products.py, 1 to 32 rows): of nine tilings this one won on every shape of an 8B
-# and a 1B Llama but one, where it lost 3 %, and beat the library's product by 2 to 27 %, its norm included.
+# Measured on an H100 (benchmarks/records/gpu_products-2026-11-28-h100.json, 1 to 32 rows of an 8B and a 1B Llama): the
+# first is the best of all tried on every shape but two. On the 8B's QKV it takes 13 to 19 % longer than the second, on
+# the 1B's head at 32 rows 2 % longer than the best. It beats the library's product, its norm included, by 4 to 66 %.
 _FEW_ROWS = Tiles(64, 128, num_stages=4, prefetch=2)
+_FEW_ROWS_TOO = Tiles(64, 128, num_stages=3, prefetch=4)
 _BY_HAND = {
     16: _FEW_ROWS,
     32: _FEW_ROWS,
@@ -83,19 +85,23 @@ _BY_HAND_QUANTISED = {
     64: Tiles(64, 128, num_warps=8),
     128: Tiles(64, 128, num_warps=8, num_stages=3),
 }
-_SETTLED = 32  # rows up to which the choice by hand is taken untimed
+_FEW = 32  # rows up to which three programs a processor are best
 
 
 def default_tiles(num_weight_rows: int, in_features: int, rows: int, quantization: str | None) -> Tiles:
     """The choice by hand for a bucket of `rows`."""
     tiles = (_BY_HAND if quantization is None else _BY_HAND_QUANTISED)[rows]
-    return split_evenly(tiles, num_weight_rows, in_features, (3 if rows <= _SETTLED else 2) * _PROCESSORS)
+    return split_evenly(tiles, num_weight_rows, in_features, _programs(rows))
 
 
 def candidates(num_weight_rows: int, in_features: int, rows: int, quantization: str | None) -> list[Tiles]:
     """What is worth timing, the default first. Each costs a second of compiling on a machine that is new to it."""
     default = default_tiles(num_weight_rows, in_features, rows, quantization)
-    if rows <= _SETTLED or quantization is not None:
+    if quantization is not None:
         return [default]
-    other = split_evenly(Tiles(64, 64, num_stages=4), num_weight_rows, in_features, 2 * _PROCESSORS)
-    return list(dict.fromkeys([default, other]))
+    other = _FEW_ROWS_TOO if rows <= _FEW else Tiles(64, 64, num_stages=4)
+    return [default, split_evenly(other, num_weight_rows, in_features, _programs(rows))]
+
+
+def _programs(rows: int) -> int:
+    return (3 if rows <= _FEW else 2) * _PROCESSORS

@@ -32,7 +32,6 @@ _COLD_BYTES = 110 << 20  # weights of one turn: twice any L2, so that none is le
 _CHAIN_BYTES = 600e6  # weights a graph reads, about 200 us
 _REPLAYS = 4
 _LIBRARY_FROM = 17  # below, rows must not see each other: see `products`
-_UNTIMED = 32  # rows up to which a lone candidate needs no comparison with the library: see `tiles`
 
 
 @cache
@@ -89,7 +88,7 @@ def fastest(product: Product, num_rows: int, *, residual: bool) -> Tiles | None:
     x = torch.randn(num_rows, product.in_features, device=device).to(product.dtype)
     other = torch.zeros(num_rows, product.out_features, dtype=product.dtype, device=device) if residual else None
     choices = candidates(product.num_weight_rows, product.in_features, bucket, product.weight.kind)
-    if len(choices) == 1 and (bucket <= _UNTIMED or product.weight.kind is not None):
+    if len(choices) == 1:
         return choices[0]
     product.reserve(choices)
     copies = _copies(product)
