@@ -13,7 +13,7 @@ from outrider.errors import InvalidRequestError
 from outrider.sampling.choose import SHORTLIST, choose, distribution, shaped
 from outrider.sampling.params import MAX_LOGPROBS, SamplingParams
 from outrider.sampling.random import Purpose, gumbel, mixed_seed, uniform
-from outrider.sampling.rules import Prefix, Rules, RuleTable
+from outrider.sampling.rules import Prefix, RuleFlags, Rules, RuleTable
 from tests.scripted import chi_square_p
 
 ROWS = 20_000
@@ -396,3 +396,18 @@ def test_asking_for_a_draft_length_is_understood_in_both_spellings() -> None:
     assert SamplingParams(speculation=7).draft_length == 7
     assert SamplingParams(num_speculative_tokens=3).draft_length == 3
     assert SamplingParams().draft_length is None
+
+
+def test_a_simple_round_does_not_depend_on_tables_that_it_does_not_read() -> None:
+    """A model with several ends of text makes a table grow; what is captured for simple rounds stays good."""
+    table = RuleTable(2, CPU)
+    table.write(0, SamplingParams(seed=1), stop_ids=[5])
+    simple, ruled = RuleFlags(random=True), RuleFlags(random=True, held=True)
+    before = table.shapes(simple), table.shapes(ruled)
+    gathered = table.gather(torch.tensor([0]), simple)
+    table.write(1, SamplingParams(seed=2), stop_ids=[5, 6, 7])
+    assert table.shapes(simple) == before[0]
+    assert table.shapes(ruled) != before[1]
+    again = table.gather(torch.tensor([0]), simple)
+    assert torch.equal(gathered.seeds, again.seeds)
+    assert torch.equal(gathered.temperature, again.temperature)

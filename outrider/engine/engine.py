@@ -99,7 +99,10 @@ class Engine:
         self._prompts = PromptFeeder(runner, self.state, config)
         self.graphs: RoundGraphs | None = None
         if runner.device.type == "cuda":
-            self.graphs = RoundGraphs(runner, self.state, speculation.verification, drafter, exact=config.exact)
+            most = speculation.num_speculative_tokens
+            self.graphs = RoundGraphs(
+                runner, self.state, speculation.verification, drafter, most=most, exact=config.exact
+            )
 
     @torch.inference_mode()
     def prepare(self, counted: Callable[[list[Any], str], Iterable[Any]] = lambda items, _: items) -> None:
@@ -110,8 +113,7 @@ class Engine:
         if self.graphs is None:
             self.speculator.prepare()
             return
-        most = self.speculation.num_speculative_tokens
-        self.graphs.prepare(self.config.max_num_seqs, most, counted)
+        self.graphs.prepare(counted)
         self.speculator.prepare(self.graphs.costs())
 
     @property
@@ -190,8 +192,7 @@ class Engine:
         drafter = self.speculator.lone_drafter(ready, wanted)
         if self.graphs is None or (drafter is not self.drafter and any(wanted)):
             return None
-        num_tokens = self._lookahead if self.config.exact else max(wanted)
-        result = self.graphs.replay(ready, wanted, num_tokens, _reported(ready))
+        result = self.graphs.replay(ready, wanted, _reported(ready))
         if result is None:
             return None
         members = tuple(place for place, length in enumerate(wanted) if length)

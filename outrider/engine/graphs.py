@@ -36,7 +36,7 @@ __all__ = ["Bucket", "GraphCosts", "RoundGraphs"]
 
 logger = logging.getLogger("outrider")
 LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # guesses that rounds are captured for
-SAMPLED = RuleFlags(random=True)  # serves greedy rows too: noise where there is none to add costs a few microseconds
+SAMPLED = RuleFlags(random=True)  # serves greedy rows too: the kernel looks at each row's temperature
 REPORTS = (0, 1, 5, 20)  # likeliest tokens that a report may hold
 TIMED_REPLAYS = 3
 
@@ -51,7 +51,7 @@ class Bucket:
         drafted: Whether the drafter guesses; otherwise all rows are decoded plainly, in a round of width K+1.
         flags: Kinds of rule in force.
         num_logprobs: Likeliest tokens to report on; None for no report.
-        shapes: Of the ragged rule tables: when one grows, it moves.
+        shapes: Of the ragged rule tables that it reads: when one grows, it moves.
     """
 
     num_rows: int
@@ -76,16 +76,24 @@ class RoundGraphs:
         state: The device rows.
         verification: How guesses are judged.
         drafter: Who guesses; None, or one that needs the host, leaves plain rounds to capture.
+        most: Guesses that a round makes where no request asks for more.
         exact: All rounds have one width and one number of rows.
     """
 
     def __init__(
-        self, runner: Runner, state: DeviceState, verification: Verification, drafter: Drafter | None, *, exact: bool
+        self,
+        runner: Runner,
+        state: DeviceState,
+        verification: Verification,
+        drafter: Drafter | None,
+        *,
+        most: int,
+        exact: bool,
     ) -> None:
         self._runner, self._state = runner, state
         self._verification, self._exact = verification, exact
         self._drafter = drafter if drafter is not None and drafter.device_side else None
-        self._most = LENGTHS[-1]  # guesses that an ordinary round makes
+        self._most = most
         self._num_rows = len(state.lengths) - 1
         self._index = torch.full((self._num_rows,), state.idle, device=state.device)
         self._allowance = torch.zeros(self._num_rows, dtype=torch.long, device=state.device)
@@ -100,24 +108,18 @@ class RoundGraphs:
         """Rounds that stand ready."""
         return sum(one is not None for one in self._captured.values())
 
-    def prepare(self, max_rows: int, most: int, counted: Callable[[list[Bucket], str], Iterable[Bucket]]) -> None:
-        """Capture the rounds that requests with ordinary settings need: greedy and sampled, up to `most` guesses.
+    def prepare(self, counted: Callable[[list[Bucket], str], Iterable[Bucket]]) -> None:
+        """Capture the rounds that requests with ordinary settings need: greedy and sampled, none to `most` guesses.
 
         `counted` goes through a list and shows how far it is.
         """
-        self._most = most
-        rows = [max_rows] if self._exact else _row_counts(max_rows)
-        lengths = [most] if self._exact else sorted({length for length in (*LENGTHS, most) if length <= most})
-        if self._drafter is None and not self._exact:
-            lengths = [0]
-        kinds = [
-            (length, drafted)
-            for length in lengths
-            for drafted in ((False, True) if self._exact else (length > 0,))
-            if not drafted or self._drafter is not None
-        ]
+        rows = [self._num_rows] if self._exact else _row_counts(self._num_rows)
+        lengths = [self._most] if self._exact else sorted({one for one in (*LENGTHS, self._most) if one <= self._most})
+        kinds = [(lengths[0], False)]  # plain decoding: in exact mode, too, as wide as the rest
+        if self._drafter is not None:
+            kinds += [(length, True) for length in lengths if length]
         buckets = [
-            Bucket(num_rows, length, drafted, SAMPLED, None, self._state.rules.shapes)
+            Bucket(num_rows, length, drafted, SAMPLED, None, self._state.rules.shapes(SAMPLED))
             for num_rows in reversed(rows)  # the largest first: the others then fit into its memory
             for length, drafted in reversed(kinds)
         ]
@@ -133,9 +135,7 @@ class RoundGraphs:
         took = tuned - began, time.perf_counter() - tuned
         logger.info("products tuned in %.1f s, %d rounds captured in %.1f s", took[0], self.num_captured, took[1])
 
-    def replay(
-        self, sequences: list[Sequence], wanted: list[int], num_tokens: int, num_logprobs: int | None
-    ) -> RoundResult | None:
+    def replay(self, sequences: list[Sequence], wanted: list[int], num_logprobs: int | None) -> RoundResult | None:
         """Start a round for `sequences`, each allowed its `wanted` guesses; None where it cannot be captured."""
         drafted = any(wanted)
         if drafted and self._drafter is None:
@@ -143,13 +143,13 @@ class RoundGraphs:
         num_rows = self._num_rows if self._exact else 1 << (len(sequences) - 1).bit_length()
         num_rows = min(num_rows, self._num_rows)
         slots = self._state.places(sequences, num_rows)
-        length = num_tokens if self._exact else min(one for one in (*LENGTHS, self._most) if one >= num_tokens)
+        length = self._most if self._exact else min(one for one in (*LENGTHS, self._most) if one >= max(wanted))
         report = None if num_logprobs is None else min((one for one in REPORTS if one >= num_logprobs), default=None)
         if num_logprobs is not None and report is None:
             return None
         flags = self._state.rules.flags(slots)
         flags = SAMPLED if flags.simple else replace(flags, random=True)
-        captured = self._ready(Bucket(num_rows, length, drafted, flags, report, self._state.rules.shapes))
+        captured = self._ready(Bucket(num_rows, length, drafted, flags, report, self._state.rules.shapes(flags)))
         if captured is None:
             return None
         self._send(slots, wanted + [0] * (num_rows - len(wanted)))

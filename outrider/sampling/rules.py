@@ -204,10 +204,9 @@ class RuleTable:
         columns: dict[str, Any] = {name: table[index] if name in read else table for name, table in tables.items()}
         return Rules(**columns, flags=flags)
 
-    @property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        """Shapes of the ragged tables: while they stay, so does the memory that a captured round reads."""
-        return tuple(table.shape for table in self._ragged.values())
+    def shapes(self, flags: RuleFlags) -> tuple[torch.Size, ...]:
+        """Shapes of the ragged tables that `gather` reads: while they stay, so does the memory of a captured round."""
+        return () if flags.simple else tuple(table.shape for table in self._ragged.values())
 
 
 def _place(table: torch.Tensor, rows: slice, values: torch.Tensor) -> None:

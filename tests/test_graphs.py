@@ -1,0 +1,105 @@
+"""Which rounds are captured, and which one serves whom: without a card, with captures that only take notes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import SamplingParams
+from outrider.config import Verification
+from outrider.draft.ngram import NGramDrafter
+from outrider.engine import graphs as graphs_module
+from outrider.engine.graphs import RoundGraphs
+from outrider.engine.state import DeviceState
+from outrider.sequence import Request, Sequence
+
+CPU = torch.device("cpu")
+
+
+class Noted(RoundGraphs):
+    """Captures nothing: every round is its own bucket's name."""
+
+    captures: list[Any]
+
+    def _capture(self, bucket: Any) -> Any:
+        self.captures = [*getattr(self, "captures", []), bucket]
+        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), result=bucket)
+
+
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module.torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(graphs_module.torch.cuda, "Stream", lambda _: None)
+
+
+def made(drafter: Any, *, most: int = 5, rows: int = 6, exact: bool = False) -> tuple[Noted, DeviceState]:
+    state = DeviceState(rows, 64, most, CPU)
+    runner: Any = SimpleNamespace(tune=lambda _: None)
+    found = Noted(runner, state, Verification.COUPLED, drafter, most=most, exact=exact)
+    found.prepare(lambda items, _: items)
+    return found, state
+
+
+def admitted(state: DeviceState, end_ids: tuple[int, ...] = (), **settings: Any) -> Sequence:
+    request = Request("r", None, (1, 2, 3), SamplingParams(seed=1, **settings), frozenset(end_ids))
+    sequence = Sequence(request, 0, 40, None)
+    state.admit(sequence)
+    return sequence
+
+
+def shapes(found: Noted) -> list[tuple[int, int, bool]]:
+    return [(one.num_rows, one.num_tokens, one.drafted) for one in found.captures]
+
+
+def test_usual_rounds_are_captured_at_start_the_largest_first() -> None:
+    found, _ = made(NGramDrafter())
+    lengths = [(5, True), (3, True), (2, True), (1, True), (0, False)]
+    assert shapes(found) == [(rows, *one) for rows in (6, 4, 2, 1) for one in lengths]
+    assert found.num_captured == 20
+
+
+def test_without_a_drafter_only_plain_rounds_are() -> None:
+    found, _ = made(None)
+    assert shapes(found) == [(6, 0, False), (4, 0, False), (2, 0, False), (1, 0, False)]
+
+
+def test_in_exact_mode_plain_rounds_are_as_wide_as_speculative_ones() -> None:
+    found, state = made(NGramDrafter(), exact=True)
+    assert shapes(found) == [(6, 5, True), (6, 5, False)]
+    row = admitted(state, temperature=0)
+    for wanted in ([0], [3]):
+        served: Any = found.replay([row], wanted, None)
+        assert (served.num_rows, served.num_tokens, served.drafted) == (6, 5, wanted != [0])
+    assert len(found.captures) == 2
+
+
+def test_a_round_is_served_by_the_next_larger_one() -> None:
+    found, state = made(NGramDrafter())
+    rows = [admitted(state, temperature=0), admitted(state, temperature=0.7), admitted(state, temperature=0)]
+    served: Any = found.replay(rows, [4, 0, 1], None)
+    assert (served.num_rows, served.num_tokens, served.drafted) == (4, 5, True)
+    assert len(found.captures) == 20
+    served = found.replay(rows[:1], [7], None)  # more than is usual: captured now
+    assert (served.num_rows, served.num_tokens) == (1, 8)
+    assert len(found.captures) == 21
+
+
+def test_a_model_with_several_ends_of_text_keeps_the_rounds_captured_at_start() -> None:
+    found, state = made(NGramDrafter())
+    row = admitted(state, end_ids=(7, 8, 9), temperature=0)  # makes a rule table grow
+    assert found.replay([row], [5], None) is not None
+    assert len(found.captures) == 20
+    held = admitted(state, end_ids=(7, 8), temperature=0, min_tokens=4)  # reads that table: a round of its own
+    assert found.replay([held], [5], None) is not None
+    assert len(found.captures) == 21
+
+
+def test_a_report_is_rounded_up_and_one_beyond_all_sizes_runs_eagerly() -> None:
+    found, state = made(NGramDrafter())
+    row = admitted(state, temperature=0)
+    served: Any = found.replay([row], [0], 3)
+    assert served.num_logprobs == 5
+    assert found.replay([row], [0], 21) is None
