@@ -17,7 +17,7 @@ from outrider.kernels.launch import runs_kernels
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK_SIZE", "MAX_DIM", "MAX_TREE", "Tiling", "paged_attention", "reference_attention"]
+__all__ = ["BLOCK_SIZE", "MAX_DIM", "MAX_TREE", "Tiling", "paged_attention", "reference_attention", "slots_of"]
 
 BLOCK_SIZE = 16  # slots a block of the cache
 MAX_DIM = 256  # numbers a head that one tile holds
@@ -65,6 +65,15 @@ class Tiling:
 
 def _power_of_2(least: int) -> int:
     return 1 << (least - 1).bit_length()
+
+
+def slots_of(tables: Tensor, places: Tensor) -> Tensor:
+    """Where places ``[B, T]`` of rows with these tables ``[B, blocks]`` are kept: ``[B, T]``.
+
+    What is behind a table's end is in its last block.
+    """
+    block = (places // BLOCK_SIZE).clamp(max=tables.shape[1] - 1)
+    return tables.gather(1, block) * BLOCK_SIZE + places % BLOCK_SIZE
 
 
 def paged_attention(

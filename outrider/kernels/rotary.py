@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.kernels.attention import slots_of
 from outrider.kernels.launch import runs_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["rotate_and_store", "rotate_and_store_reference"]
-
-BLOCK_SIZE = 16  # slots a block of the cache, as `outrider.model.kv_cache` has it
 
 
 def rotate_and_store(
@@ -99,8 +98,7 @@ def rotate_and_store_reference(
     c, s = cos[angle][:, :, None], sin[angle][:, :, None]  # the same for all heads
     query = _rotated(_normed(query, query_norm, eps), c, s)
     key = _rotated(_normed(key, key_norm, eps), c, s)
-    block = (places // BLOCK_SIZE).clamp(max=tables.shape[1] - 1)
-    slots = (tables.gather(1, block) * BLOCK_SIZE + places % BLOCK_SIZE).flatten()
+    slots = slots_of(tables, places).flatten()
     keys[slots] = key.flatten(0, 1).to(keys.dtype)
     values[slots] = value.flatten(0, 1).to(values.dtype)
     return query.to(qkv.dtype)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+from outrider.kernels.attention import slots_of
 from outrider.model.kv_cache import BLOCK_SIZE, KVCache, LayerShape
 from outrider.model.load import set_attention
 from outrider.model.paged import PagedStep
@@ -83,17 +84,15 @@ class Step:
             start: First slot of the one row, where its blocks lie in order.
             row_wise: See the class.
         """
-        size, last = BLOCK_SIZE, tables.shape[1] - 1
-        block = (positions // size).clamp(max=last)
-        write = (tables.gather(1, block) * size + positions % size).flatten()
+        write = slots_of(tables, positions).flatten()
         if start is not None and not row_wise:
             return cls(cache, positions, write, slice(start, start + context), context)
         if row_wise:
             context = -(-context // EXACT_SPAN) * EXACT_SPAN
         place = torch.arange(context, device=positions.device)
-        slots = tables[:, (place // size).clamp(max=last)] * size + place % size
+        slots = slots_of(tables, place.expand(len(tables), -1))
         seen = place <= positions.amax(1, keepdim=True)
-        read = torch.where(seen, slots, place % size)  # the null block
+        read = torch.where(seen, slots, place % BLOCK_SIZE)  # the null block
         spans = (positions // EXACT_SPAN * EXACT_SPAN + EXACT_SPAN).tolist() if row_wise else []
         return cls(cache, positions, write, read, context, row_wise, spans=spans)
 

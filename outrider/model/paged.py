@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from outrider.config import MAX_DRAFT_TOKENS
-from outrider.kernels.attention import paged_attention
-from outrider.model.kv_cache import BLOCK_SIZE, KVCache
+from outrider.kernels.attention import paged_attention, slots_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from outrider.model.kv_cache import KVCache
 
 __all__ = ["PagedStep"]
 
@@ -38,7 +40,6 @@ class PagedStep:
     tables: Tensor
     context: int
     fixed_length: int | None = None
-    _slots: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def feeds_prompt(self) -> bool:
@@ -47,10 +48,8 @@ class PagedStep:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write fresh keys and values ``[B, Hkv, T, D]``."""
-        if "write" not in self._slots:
-            self._slots["write"] = self._slots_of(self.positions).flatten()
         for pool, fresh in ((self.cache.keys[layer], key), (self.cache.values[layer], value)):
-            pool.index_copy_(0, self._slots["write"], fresh.transpose(1, 2).reshape(-1, *pool.shape[1:]).to(pool.dtype))
+            pool.index_copy_(0, self._write, fresh.transpose(1, 2).reshape(-1, *pool.shape[1:]).to(pool.dtype))
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         """Attend from ``[B, T, H, D]`` to what is stored, the fresh tokens included: ``[B, T, H, D]``."""
@@ -72,10 +71,7 @@ class PagedStep:
 
     def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Use torch's flash attention over a gathered copy: for a prompt it is the fastest there is."""
-        if "read" not in self._slots:
-            places = torch.arange(self.context, device=query.device).expand(len(self.tables), -1)
-            self._slots["read"] = self._slots_of(places)
-        read, steps = self._slots["read"], query.shape[1]
+        read, steps = self._read, query.shape[1]
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys[read].transpose(1, 2),
@@ -87,6 +83,15 @@ class PagedStep:
         )
         return out.transpose(1, 2)
 
-    def _slots_of(self, places: Tensor) -> Tensor:
-        block = (places // BLOCK_SIZE).clamp(max=self.tables.shape[1] - 1)
-        return self.tables.gather(1, block) * BLOCK_SIZE + places % BLOCK_SIZE
+    # Worked out once for all layers, on first need: fused layers write by themselves, rounds read by kernels.
+
+    @cached_property
+    def _write(self) -> Tensor:
+        """Slot of each fresh token, ``[B * T]``."""
+        return slots_of(self.tables, self.positions).flatten()
+
+    @cached_property
+    def _read(self) -> Tensor:
+        """Slots of the places 0 to context - 1 of each row, ``[B, context]``."""
+        places = torch.arange(self.context, device=self.positions.device)
+        return slots_of(self.tables, places.expand(len(self.tables), -1))

@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["ask_ahead", "release_dependents", "wait_for_inputs"]
-
-_PREFETCH = tl.constexpr("{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}")
+__all__ = ["ask_ahead", "ask_for", "release_dependents", "wait_for_inputs"]
 
 
 @triton.jit
@@ -30,6 +28,19 @@ def release_dependents(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def ask_for(addresses, wanted):
+    """Ask L2 for the lines of these addresses where `wanted` (int32) is above 0; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}",
+        "=r,l,r",
+        [addresses, wanted],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def ask_ahead(rows, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Ask L2 for COUNT numbers (BLOCK: the next power of two) from each of these addresses; nothing waits for them."""
     if OVERLAP:
@@ -37,7 +48,4 @@ def ask_ahead(rows, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: t
         PIECES: tl.constexpr = BLOCK // LINE if BLOCK > LINE else 1
         piece = tl.arange(0, PIECES) * LINE
         there = wanted[:, None] & (piece < COUNT)[None, :]
-        addresses = rows[:, None] + piece[None, :]
-        tl.inline_asm_elementwise(
-            _PREFETCH, "=r,l,r", [addresses, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
+        ask_for(rows[:, None] + piece[None, :], there.to(tl.int32))

@@ -12,16 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from outrider.kernels.jit.overlap import release_dependents, wait_for_inputs
+from outrider.kernels.jit.overlap import ask_for, release_dependents, wait_for_inputs
 from outrider.kernels.jit.unpack import unpack_bytes, unpack_nibbles
 
 __all__ = ["product_kernel", "silu_mul_kernel"]
-
-
-_PREFETCH_BULK = tl.constexpr(
-    "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}"
-)
-_PREFETCH_LINE = tl.constexpr("{.reg .pred p; setp.gt.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}")
 
 
 @triton.jit
@@ -67,14 +61,17 @@ def _prefetch(weight_rows, first, last, BLOCK_BYTES: tl.constexpr, BLOCKS: tl.co
     sizes = tl.minimum((last - first) * BLOCK_BYTES - starts, LENGTH)
     addresses = (weight_rows.to(tl.pointer_type(tl.uint8)) + first * BLOCK_BYTES)[:, None] + starts[None, :]
     sizes = tl.broadcast_to(sizes[None, :], addresses.shape)
-    tl.inline_asm_elementwise(
-        _PREFETCH_BULK if LINE == 0 else _PREFETCH_LINE,
-        "=r,l,r",
-        [addresses, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if LINE == 0:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+            "=r,l,r",
+            [addresses, sizes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        ask_for(addresses, sizes)
 
 
 @triton.jit

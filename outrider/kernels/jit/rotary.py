@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.attention import BLOCK_SIZE
 from outrider.kernels.jit.overlap import release_dependents, wait_for_inputs
 from outrider.kernels.launch import overlaps
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["launch_rotate", "rotate_kernel"]
 
 NUMBERS = 512  # a program: of two bytes each, that is two 16-byte loads for every thread of one warp
-BLOCK = tl.constexpr(16)  # slots a block of the cache
+BLOCK = tl.constexpr(BLOCK_SIZE)
 
 
 @triton.jit
