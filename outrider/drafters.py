@@ -53,8 +53,10 @@ def load_draft(
     """
     if speculation.method is not Method.DRAFT_MODEL:
         return None
+    if not hasattr(speculation.model, "device"):
+        dtype, device = dtype or like, device or target.device
     try:
-        return _loaded(speculation, target, dtype, device, like=like)
+        return _loaded(speculation, target, dtype, device)
     except torch.OutOfMemoryError as error:
         problem: Exception = error
     except OutriderError as error:
@@ -70,8 +72,6 @@ def _loaded(
     target: LoadedModel,
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
-    *,
-    like: torch.dtype | str | None,
 ) -> LoadedDraft:
     source = speculation.model
     if speculation.draft_vocab_size and not (isinstance(source, str) or hasattr(source, "__fspath__")):
@@ -83,8 +83,6 @@ def _loaded(
         loaded: LoadedModel = source.loaded
         check_vocabulary(target, loaded)
         return LoadedDraft(TorchRunner(loaded))
-    if not hasattr(source, "device"):
-        dtype, device = dtype or like, device or target.device
     where = resolve_device(device, source)
     check_draft_quantization(speculation.draft_quantization, source, where)
     loaded = load_model(source, dtype=dtype, device=where)

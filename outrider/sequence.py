@@ -128,7 +128,7 @@ class Sequence:
     @property
     def reach(self) -> int:
         """Tokens at most, once the round under way is done."""
-        return min(len(self.tokens) + self.ahead, max(self.limit, len(self.tokens)))
+        return min(len(self.tokens) + self.ahead, self.limit)
 
     @property
     def settled(self) -> int:

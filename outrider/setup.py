@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,10 +15,17 @@ if TYPE_CHECKING:
     from outrider.model.load import LoadedModel
     from outrider.model.quantize import Quantization
 
-__all__ = ["check_draft_quantization", "optimized", "resolve_device", "speculation_from", "warn_lossy"]
+__all__ = [
+    "check_draft_quantization",
+    "check_parallel",
+    "load_target",
+    "optimized",
+    "resolve_device",
+    "speculation_from",
+    "warn_lossy",
+]
 
 NGRAM_MODELS = ("[ngram]", "ngram")  # vLLM's older spelling of lookup, in place of a model
-_DRAFT_ONLY = ("draft_quantization", "draft_vocab_size", "draft_vocab_corpus")
 
 
 def speculation_from(given: dict[str, Any] | None, **settings: Any) -> SpeculationConfig:
@@ -27,7 +35,7 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
         ConfigError: An unknown key, or settings that contradict each other.
     """
     if given is not None:
-        known = {*settings, "allow_failure", *_DRAFT_ONLY}
+        known = {field.name for field in fields(SpeculationConfig)}
         unknown = sorted(set(given) - known - {"draft_tensor_parallel_size"})
         if unknown:
             raise ConfigError(

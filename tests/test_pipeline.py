@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.draft.draft_model import _runs
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphCosts
 from tests.scripted import generate_staggered, generate_together
@@ -31,6 +32,7 @@ def target() -> Any:
 
 
 def engine(depth: int, method: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
+    """An engine whose host lags `depth` rounds behind."""
     monkeypatch.setattr("outrider.llm.Engine", functools.partial(Engine, depth=depth))
     draft = tiny_draft(target(), "noisy") if method == "draft_model" else None
     return LLM(target(), draft, tokenizer=byte_tokenizer(), method=method, device="cpu", **settings)
@@ -58,6 +60,23 @@ def test_reading_rounds_late_changes_no_token(method: str, depth: int, monkeypat
         assert tokens(generate_staggered(llm, jobs(method))) == wanted
         assert not llm.engine._flights
         assert llm.engine.figures.drafted > 0 or method == "none"
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "typical"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.filterwarnings("ignore:verification='typical' is lossy")
+def test_other_verifiers_decide_the_same_however_late_rounds_are_read(
+    verification: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed draft lengths, so that rounds are the same ones: all but the last, whose length knows the text's end."""
+    made = []
+    for depth in (0, 1):
+        with engine(depth, method, monkeypatch, verification=verification) as llm:
+            made.append(tokens(generate_together(llm, jobs(method))))
+            assert llm.engine.figures.drafted > 0
+    for plain, late in zip(*made, strict=True):
+        assert len(plain) == len(late)
+        assert plain[:-6] == late[:-6]
 
 
 @pytest.mark.parametrize("method", ["none", "draft_model"])
@@ -111,3 +130,19 @@ def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:
     assert costs.round_seconds("draft", 1, 2) == 8.0
     assert costs.round_seconds("draft", 3, 1) == 9.0
     assert costs.round_seconds("draft", 4, 7) == 18.0  # beyond what was timed: twice the tokens, twice the time
+
+
+def test_drafts_that_lag_far_and_near_are_not_padded_into_one_pass() -> None:
+    """One long prompt beside rows that lack a token or two: padded together they would be a pass of sixteen prompts."""
+
+    def runs(*counts: int, together: bool = True) -> list[tuple[int, int]]:
+        return [(one.start, one.stop) for one in _runs(counts, together=together)]
+
+    assert runs(200, 200, 190) == [(0, 3)]
+    assert runs(1900, 1, 2, 1, 1, 2) == [(0, 2), (2, 6)]  # a pair is never more than doubled
+    assert runs(1, 1, 1900, 1800, 2) == [(0, 2), (2, 5)]
+    assert runs(7) == [(0, 1)]
+    assert runs(5, 5, together=False) == [(0, 1), (1, 2)]
+    for counts in ((3, 9, 1, 500, 2), (1, 1, 1), (64, 1, 64)):
+        assert [place for a, b in runs(*counts) for place in range(a, b)] == list(range(len(counts)))
+        assert all(max(counts[a:b]) * (b - a) <= 2 * sum(counts[a:b]) for a, b in runs(*counts))

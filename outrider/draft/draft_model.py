@@ -17,7 +17,7 @@ from outrider.sampling.rules import Prefix
 from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from outrider.draft.drafter import DraftRows
     from outrider.model.runner import Runner
@@ -71,23 +71,21 @@ class DraftModelDrafter:
         return max(0, length - REFED - self._cached.get(slot, 0))
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
-        """Feed the next tokens that are not cached, for all rows at once where that saves passes.
+        """Feed the next tokens that are not cached; on a card, rows that lack about as many share a pass.
 
         What a shorter row is fed beyond its count is not counted as cached, and so fed again before it is read.
         """
         device = self.runner.device
         begins = [self._cached.get(slot, 0) for slot in rows.slots]
-        ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        together = range(1) if device.type == "cuda" else range(len(begins))
-        for row in together:
-            part = slice(None) if len(together) == 1 else slice(row, row + 1)
-            steps = torch.arange(max(counts[part]), device=device)
+        for part in _runs(counts, together=device.type == "cuda"):
             tokens = rows.tokens[part].to(device)
+            steps = torch.arange(max(counts[part]), device=device)
             positions = (upload(begins[part], device)[:, None] + steps).clamp(max=tokens.shape[1] - 1)
-            tokens = tokens.gather(1, positions)
             context = max(begins[part]) + len(steps)
-            self.runner.feed(self._known(tokens), positions, rows.tables[part].to(device), context, rows.start)
-        self._cached.update(zip(rows.slots, ends, strict=True))
+            fed = self._known(tokens.gather(1, positions))
+            self.runner.feed(fed, positions, rows.tables[part].to(device), context, rows.start)
+        for slot, begin, count in zip(rows.slots, begins, counts, strict=True):
+            self._cached[slot] = begin + count
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Generate `num_tokens` tokens a row, each by the row's own sampling parameters and prefix."""
@@ -140,3 +138,13 @@ class DraftModelDrafter:
         if self.runner.vocab_size >= self._target_vocab_size:
             return tokens
         return tokens.clamp(max=self.runner.vocab_size - 1)
+
+
+def _runs(counts: tuple[int, ...], *, together: bool) -> Iterator[slice]:
+    """Cut rows into runs to be fed in a pass each: every row alone, or so that padding at most doubles a run's work."""
+    begin = 0
+    for end in range(1, len(counts) + 1):
+        run = counts[begin : end + 1]
+        if end == len(counts) or not together or max(run) * len(run) > 2 * sum(run):
+            yield slice(begin, end)
+            begin = end

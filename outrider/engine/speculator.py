@@ -98,7 +98,7 @@ class Speculator:
             budget = max(0, budget - missing)
         for rows in lagging.values():
             failed = self._catch_up(rows)
-            wanted = [0 if failed and one in failed else length for one, length in zip(ready, wanted, strict=True)]
+            wanted = [0 if one in failed else length for one, length in zip(ready, wanted, strict=True)]
         return wanted
 
     def _catch_up(self, lagging: list[tuple[Sequence, int]]) -> list[Sequence]:

@@ -28,7 +28,7 @@ class Rows:
     Attributes:
         slots: Their slots; the idle slot stands in where a pass is padded.
         index: The same on the device, ``[B]``.
-        tokens: ``[B, L]``, a copy.
+        tokens: ``[B, L]``, a copy: a lone drafter may put its guesses behind the rows' lengths.
         lengths: Committed tokens, ``[B]``.
         host_lengths: The most they can be, as far as the host knows: it may lag a round behind.
         tables: Blocks, ``[B, blocks]``.
@@ -49,16 +49,17 @@ class Rows:
         self, independent: bool, members: tuple[int, ...] = (), index: torch.Tensor | None = None
     ) -> DraftRows:
         """Give what a drafter sees of these rows, or of some `members` (`index` says the same on the device)."""
-        chosen = members or tuple(range(len(self.slots)))
-        everyone = index is None or len(chosen) == len(self.slots)
+        if index is None:
+            seen = self.slots, self.tokens, self.lengths, self.host_lengths, self.tables, self.start, self.rules
+            return DraftRows(*seen, independent)
         return DraftRows(
-            slots=tuple(self.slots[member] for member in chosen),
-            tokens=self.tokens.clone() if index is None else self.tokens[index],
-            lengths=self.lengths if everyone or index is None else self.lengths[index],
-            host_lengths=tuple(self.host_lengths[member] for member in chosen),
-            tables=self.tables if everyone or index is None else self.tables[index],
+            slots=tuple(self.slots[member] for member in members),
+            tokens=self.tokens[index],
+            lengths=self.lengths[index],
+            host_lengths=tuple(self.host_lengths[member] for member in members),
+            tables=self.tables[index],
             start=self.start,
-            rules=self.rules if everyone or index is None else self.rules.picked(index),
+            rules=self.rules if len(members) == len(self.slots) else self.rules.picked(index),
             independent=independent,
         )
 
