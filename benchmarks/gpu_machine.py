@@ -7,13 +7,28 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["driver", "end", "has_compiled_kernels", "slug", "versions"]
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["driver", "end", "has_compiled_kernels", "pair_options", "slug", "versions"]
 
 PACKAGES = ("outrider", "torch", "triton", "transformers", "safetensors", "accelerate")
+
+
+def pair_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which synthetic pair to run on, and where it is kept."""
+    add = parser.add_argument
+    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "outrider-pair", help="for the pair; kept")
+    add("--target", help="shape of the target (llama-3.1-8b); see outrider pair --help")
+    add("--draft", help="shape of the draft (llama-3.2-1b)")
+    add("--seed", type=int, default=0)
+    add("--draft-quantization", help="passed on to LLM")
 
 
 def versions() -> dict[str, str]:

@@ -31,7 +31,7 @@ if str(HERE.parent) not in sys.path:
 os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
 os.environ.setdefault("TEARDOWN_CUPTI", "0")
 
-from benchmarks.gpu_machine import driver, slug, versions  # noqa: E402
+from benchmarks.gpu_machine import driver, pair_options, slug, versions  # noqa: E402
 from benchmarks.terminal import Console, Table  # noqa: E402
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -265,17 +265,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tiny", action="store_true", help="tiny models on the CPU: a smoke run")
-    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "outrider-pair", help="for the pair; kept")
-    add("--target", help="shape of the target (llama-3.1-8b)")
-    add("--draft", help="shape of the draft (llama-3.2-1b)")
-    add("--seed", type=int, default=0)
+    pair_options(parser)
     add("--rows", type=int, default=1)
     add("--lookahead", type=int, default=5, metavar="K", help="guesses a round, 0 for plain (5)")
     add("--agreement", type=float, default=0.8)
     add("--context", type=int, default=200, help="prompt tokens (200)")
     add("--rounds", type=int, default=20, help="rounds to profile (20)")
     add("--top", type=int, default=40, help="kernels to print (40); the record has all")
-    add("--draft-quantization", help="passed on to LLM")
     add("--trace", type=Path, help="also keep the whole trace, for Perfetto")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()

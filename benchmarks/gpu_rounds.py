@@ -36,7 +36,7 @@ from benchmarks.gpu_figures import (  # noqa: E402
     rounds_table,
     start_table,
 )
-from benchmarks.gpu_machine import driver, end, has_compiled_kernels, slug, versions  # noqa: E402
+from benchmarks.gpu_machine import driver, end, has_compiled_kernels, pair_options, slug, versions  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 
 TINY: dict[str, Any] = {
@@ -299,10 +299,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--tiny", action="store_true", help="tiny models on the CPU: a smoke run; its figures mean nothing")
-    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "outrider-pair", help="for the pair; kept")
-    add("--target", help="shape of the target (llama-3.1-8b); see outrider pair --help")
-    add("--draft", help="shape of the draft (llama-3.2-1b)")
-    add("--seed", type=int, default=0)
+    pair_options(parser)
     add("--rows", type=int, nargs="+", help="requests at a time (1 4 16)")
     add("--lookahead", type=int, nargs="+", metavar="K", help="guesses a round, 0 for plain (0 5 3 8)")
     add("--agreements", type=float, nargs="+", help="of the draft (0.8 0.6 0.9); plain runs beside the first alone")
@@ -314,7 +311,6 @@ def _options() -> argparse.Namespace:
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     add("--skip-transformers", action="store_true")
     add("--peer-site", type=Path, help="a folder that vLLM and what it needs were unpacked into")
-    add("--draft-quantization", help="passed on to LLM")
     add("--cold", action="store_true", help="begin with empty compile caches")
     add("--budget", type=float, default=575, help="seconds for everything; what does not fit is left out (575)")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")

@@ -9,7 +9,6 @@ start-up can be timed from nothing, memory is free again, and what was measured 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from contextlib import contextmanager
@@ -87,15 +86,16 @@ def _facts(folder: Path) -> tuple[Any, ...]:
 
 def _weight_bytes(folder: Path | str) -> dict[str, int]:
     """Bytes that one pass reads (all weights but the embedding), and bytes of keys and values a token."""
+    import torch
+
     from outrider.bench.pair import read_facts
+    from outrider.bench.shards import num_bytes
 
     facts = read_facts(folder)
-    shape, width = facts["shape"], {"float32": 4}.get(facts["dtype"], 2)
+    shape, dtype = facts["shape"], getattr(torch, facts["dtype"])
     tensors = {name: sizes for name, sizes in shape.tensors().items() if name != "model.embed_tokens.weight"}
-    return {
-        "read": width * sum(math.prod(sizes) for sizes in tensors.values()),
-        "token": width * 2 * shape.layers * shape.kv_heads * shape.head_dim,
-    }
+    kept = {"keys and values": (2 * shape.layers, shape.kv_heads, shape.head_dim)}
+    return {"read": num_bytes(tensors, dtype), "token": num_bytes(kept, dtype)}
 
 
 def _copy(device: Any) -> dict[str, Any]:

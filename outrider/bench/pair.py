@@ -105,10 +105,7 @@ def write_pair(
     small = parse_shape(draft, shape.vocab)
     _check(agreement, num_prompts, prompt_length, shape)
     kind, place = _dtype(dtype), _device(device)
-    if not force and out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name another folder, or replace what is there with --force")
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file; name a folder")
+    _check_folder(out, force)
     saying = Saying.of(shape.vocab, seed, agreement)
     _make_room([(out / "target", shape), (out / "draft", small)], kind)
     tell = _Counter(num_bytes(shape.tensors(), kind) + num_bytes(small.tensors(), kind), advance)
@@ -141,8 +138,7 @@ def write_draft(
     small = parse_shape(draft, known["shape"].vocab)
     _check(agreement, 1, 1, small)
     kind, place = _dtype(known["dtype"]), _device(device)
-    if not force and folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; name another folder, or replace what is there with --force")
+    _check_folder(folder, force)
     _make_room([(folder, small)], kind)
     saying = Saying.of(small.vocab, known["seed"], agreement)
     facts = {"seed": known["seed"], "dtype": known["dtype"], "device": str(place)}
@@ -280,6 +276,13 @@ def _check(agreement: float, num_prompts: int, prompt_length: int, shape: Shape)
         raise ConfigError(f"num_prompts must be 1 or more, got {num_prompts!r}")
     if not 1 <= prompt_length < shape.positions:
         raise ConfigError(f"prompt_length must be in [1, {shape.positions - 1}], got {prompt_length!r}")
+
+
+def _check_folder(folder: Path, force: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a folder")
+    if not force and folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty; name another folder, or replace what is there with --force")
 
 
 def _dtype(name: str) -> torch.dtype:

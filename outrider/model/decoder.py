@@ -20,15 +20,15 @@ from outrider.model.fuse import SharedProductPart
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Decoder", "decoder_for"]
+__all__ = ["MODEL_ROUNDINGS", "PROBE_TOKENS", "Decoder", "decoder_for", "within"]
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
-_PROBE_TOKENS = 3
+PROBE_TOKENS = 3
 _LAYER_ROUNDINGS = 16  # a layer rounds in rotation, attention, activation and two sums
-_MODEL_ROUNDINGS = 64
+MODEL_ROUNDINGS = 64
 
 
 class _Layer:
@@ -142,10 +142,10 @@ def _same_layers(decoder: Decoder, layers: Any, model: PreTrainedModel) -> bool:
     """Whether each layer gives the same on random tokens at random angles, and asks for the same attention."""
     generator = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()
-    hidden = torch.randn(1, _PROBE_TOKENS, config.hidden_size, generator=generator).to(model.device, model.dtype)
-    places = torch.arange(_PROBE_TOKENS, device=model.device)[None]
+    hidden = torch.randn(1, PROBE_TOKENS, config.hidden_size, generator=generator).to(model.device, model.dtype)
+    places = torch.arange(PROBE_TOKENS, device=model.device)[None]
     for mine, original in zip(decoder.layers, layers, strict=True):
-        angle = torch.randn(1, _PROBE_TOKENS, mine.dim // 2, generator=generator).repeat(1, 1, 2)
+        angle = torch.randn(1, PROBE_TOKENS, mine.dim // 2, generator=generator).repeat(1, 1, 2)
         angles = tuple(part.to(model.device, model.dtype) for part in (angle.cos(), angle.sin()))
         probes = Probe(), Probe()
         expected = original(
@@ -165,15 +165,19 @@ def _same_layers(decoder: Decoder, layers: Any, model: PreTrainedModel) -> bool:
 
 def _same_logits(decoder: Decoder, model: PreTrainedModel) -> bool:
     """Whether the whole model gives the same: nothing scales embeddings or logits in between."""
-    tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] + 1
+    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] + 1
     positions = tokens - 1
     expected = model(input_ids=tokens, position_ids=positions, step=Probe(), use_cache=False).logits
-    return _close(expected, decoder(tokens, positions, Probe()), _MODEL_ROUNDINGS)
+    return _close(expected, decoder(tokens, positions, Probe()), MODEL_ROUNDINGS)
 
 
 def _close(expected: Tensor, got: Tensor, roundings: int) -> bool:
-    if expected.shape != got.shape or expected.dtype != got.dtype:
-        return False
-    bound = max(roundings * torch.finfo(expected.dtype).eps, 1e-5)
-    largest = expected.abs().amax(-1, keepdim=True).float()
-    return bool(((expected.float() - got.float()).abs() <= bound * largest).all())
+    same_kind = expected.shape == got.shape and expected.dtype == got.dtype
+    return same_kind and within(expected.float(), got.float(), roundings, expected.dtype)
+
+
+def within(expected: Tensor, got: Tensor, roundings: int, dtype: torch.dtype) -> bool:
+    """Whether two fp32 tensors differ by no more than so many roundings of `dtype` of each row's largest number."""
+    bound = max(roundings * torch.finfo(dtype).eps, 1e-5)
+    largest = expected.abs().amax(-1, keepdim=True)
+    return bool(((expected - got).abs() <= bound * largest).all())
