@@ -5,6 +5,7 @@ Slow per token, so models and texts are tiny; what it shows is that the pieces f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.engine.controller import CostModel
+from outrider.engine.engine import Engine
 from outrider.model.paged import PagedStep
 from tests.interpreter import mended_interpreter
 from tests.tiny import byte_tokenizer, greedy, save, tiny_draft, tiny_family, tiny_target
@@ -38,7 +40,15 @@ def texts(llm: LLM, prompts: list[list[int]], speculation: Any, num_tokens: int 
     return [output.token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "seed": 2}], ids=["greedy", "sampled"])
+RULES: dict[str, Any] = {
+    "temperature": 0.8, "seed": 5, "top_p": 0.9, "top_k": 30, "min_p": 0.02, "presence_penalty": 0.6,
+    "repetition_penalty": 1.2, "logit_bias": {70: 2.0}, "min_tokens": 3, "logprobs": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"temperature": 0.9, "seed": 2}, RULES], ids=["greedy", "sampled", "rules"]
+)
 def test_rounds_on_kernels_give_the_same_text_as_torch(settings: dict[str, Any], monkeypatch: Any) -> None:
     target, prompts = tiny_target(**SIZES), [[65, 66, 67], [97, 98, 99] * 4]
     monkeypatch.delenv("OUTRIDER_KERNELS")
@@ -48,6 +58,24 @@ def test_rounds_on_kernels_give_the_same_text_as_torch(settings: dict[str, Any],
     with LLM(target, tiny_draft(target, "noisy"), tokenizer=byte_tokenizer(), device="cpu") as llm:
         assert texts(llm, prompts, 3, **settings) == wanted
         assert llm.engine.figures.drafted > 0
+
+
+def test_the_host_may_lag_behind_kernels_too(monkeypatch: Any) -> None:
+    """As a card runs: rounds on kernels, each started before the last one is read, rows of all kinds in one batch."""
+    target, prompts = tiny_target(**SIZES), [[65, 66, 67], [97, 98, 99] * 4, [70]]
+    params = [
+        SamplingParams(max_tokens=6 + place, ignore_eos=True, speculation=3, **settings)
+        for place, settings in enumerate([{"temperature": 0}, {"temperature": 1.1, "seed": 8}, RULES])
+    ]
+    monkeypatch.delenv("OUTRIDER_KERNELS")
+    with LLM(target, tokenizer=byte_tokenizer(), device="cpu") as llm:
+        plain = [one.but(speculation="off") for one in params]
+        wanted = [output.token_ids for output in llm.generate(prompts, plain)]
+    monkeypatch.setenv("OUTRIDER_KERNELS", "1")
+    monkeypatch.setattr("outrider.llm.Engine", functools.partial(Engine, depth=1))
+    with LLM(target, tiny_draft(target, "noisy"), tokenizer=byte_tokenizer(), device="cpu") as llm:
+        assert [output.token_ids for output in llm.generate(prompts, params)] == wanted
+        assert llm.engine.figures.accepted > 0
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "qwen3"])
