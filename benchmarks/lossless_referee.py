@@ -6,6 +6,7 @@ from 16 on and 0.25 from 32 on: one step would already look like a defect.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,29 +18,60 @@ from outrider.sampling.random import Purpose, gumbel, mixed_seed
 if TYPE_CHECKING:
     from outrider import SamplingParams
 
-__all__ = ["Referee", "gap_of"]
+__all__ = ["Referee", "gap_of", "rounding_noise"]
+
+RIVALS = 20  # likeliest tokens whose distance to the first is compared
 
 
 class Referee:
     """The target in fp32, of the weights that the engine had (those of `dtype`)."""
 
     def __init__(self, source: str | None, dtype: str, device: str | None) -> None:
-        from transformers import AutoModelForCausalLM
-
-        checkpoint = locate(source or default_model_source())
-        stored: torch.dtype = getattr(torch, dtype)
-        folder = converted_folder(checkpoint.path, stored) if checkpoint.kind == "gguf" else checkpoint.path
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what closed engines held
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=stored)
-        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = model.to(self._device).float().eval()
+        self._model = _loaded(source, dtype, device).float()
+        self._device = self._model.device
 
     @torch.inference_mode()
     def gap(self, prefix: list[int], tokens: tuple[int, int], params: SamplingParams, near: float) -> float | None:
         """See `gap_of`, for the token after `prefix`."""
         logits = self._model(torch.tensor([prefix], device=self._device), use_cache=False).logits[0, -1]
         return gap_of(logits.float().cpu(), len(prefix), tokens, params, near)
+
+
+def _loaded(source: str | None, dtype: str, device: str | None) -> Any:
+    """The weights in `dtype`, as transformers runs them."""
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = locate(source or default_model_source())
+    stored: torch.dtype = getattr(torch, dtype)
+    folder = converted_folder(checkpoint.path, stored) if checkpoint.kind == "gguf" else checkpoint.path
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what closed engines held
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=stored)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+@torch.inference_mode()
+def rounding_noise(source: str | None, dtype: str, device: str | None, prompts: list[list[int]]) -> dict[str, float]:
+    """Tell by how much rounding in `dtype` moves the distance between the likeliest token and each of its rivals.
+
+    Over every position of the prompts, in units of a logit: median, 99th percentile and maximum.
+    """
+    rounded = _loaded(source, dtype, device)
+    whole = copy.deepcopy(rounded).float()
+    moved = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt], device=whole.device)
+        expected, ids = whole(tokens, use_cache=False).logits[0].topk(RIVALS, -1)
+        got = rounded(tokens, use_cache=False).logits[0].float().gather(-1, ids)
+        moved.append(((got - got[:, :1]) - (expected - expected[:, :1])).abs()[:, 1:].flatten().cpu())
+    every = torch.cat(moved)
+    sample = every[:: max(1, len(every) // 1_000_000)]  # quantile takes no more
+    return {
+        "positions": len(every) // (RIVALS - 1),
+        "median": float(sample.median()),
+        "p99": float(sample.quantile(0.99)),
+        "max": float(every.max()),
+    }
 
 
 def gap_of(

@@ -70,7 +70,8 @@ def test_two_texts_that_failed_alike_are_not_the_same_text() -> None:
 
 
 @pytest.mark.parametrize(("mode", "gap", "verdict"), [
-    ("fast", 0.2, "near-tie"), ("fast", 0.25, "defect"), ("fast", None, "defect"), ("exact", 0.0, "defect"),
+    ("fast", 0.2, "near-tie"), ("fast", 0.25, "near-tie"), ("fast", 0.26, "defect"),
+    ("fast", None, "defect"), ("exact", 0.0, "defect"),
 ])  # fmt: skip
 def test_only_fast_mode_may_flip_near_ties(
     mode: str, gap: float | None, verdict: str, monkeypatch: pytest.MonkeyPatch
@@ -78,7 +79,7 @@ def test_only_fast_mode_may_flip_near_ties(
     monkeypatch.setattr(gpu_lossless, "Referee", lambda *_: SimpleNamespace(gap=lambda *_: gap))
     one = {"prompt": 0, "position": 1, "plain": 2, "speculative": 3, "prefix": [7, 1]}
     cell = {"mode": mode, "setting": "greedy", "divergences": [one]}
-    gpu_lossless._judge(SimpleNamespace(model=None, dtype="bfloat16", device=None), [cell])  # type: ignore[arg-type]
+    gpu_lossless._judge(SimpleNamespace(model=None, dtype="bfloat16", device=None), [cell], 0.25)  # type: ignore[arg-type]
     assert (one["verdict"], cell["defects"]) == (verdict, verdict == "defect")
 
 

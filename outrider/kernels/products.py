@@ -24,7 +24,7 @@ from outrider.kernels.weights import StoredWeight, WeightQuantization, store
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-__all__ = ["Activation", "Product", "gate_reference", "product_reference", "silu_mul"]
+__all__ = ["Activation", "Product", "gate_reference", "product_reference", "silu_mul", "tune"]
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -155,9 +155,14 @@ class Product:
         from outrider.kernels.jit.launch_products import launch_product
 
         out = x.new_empty(x.shape[0], self.out_features, dtype=self.out_dtype)
-        normed = self.norm is not None and self.dtype == torch.float16  # x * weight alone may leave its range
+        normed = self.normed_before
         launch_product(self, self._normed(x) if normed else x, out, residual, tiles, normed=normed)
         return out
+
+    @property
+    def normed_before(self) -> bool:
+        """Whether the norm runs by itself: in fp16, x * weight alone may leave its range."""
+        return self.norm is not None and self.dtype == torch.float16
 
     def by_library(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The library's norm and product, and a kernel for the gate."""
@@ -176,25 +181,15 @@ class Product:
             y = y + residual
         return y.to(self.out_dtype)
 
-    def tune(self, num_rows: Sequence[int], *, residual: bool = False) -> None:
-        """Time a few tilings and the library for these numbers of rows, and keep the best for all such products.
-
-        Some tens of milliseconds, more where kernels must be compiled. Up to 16 rows only tilings are compared, so
-        that rows stay independent. Does nothing where kernels do not run.
-        """
-        if not self.runs_kernel or not self.weight.stored.is_cuda:
-            return
-        from outrider.kernels.tuning import fastest, recalled
-
+    def untuned(self, num_rows: Sequence[int]) -> dict[int, int]:
+        """The buckets of these numbers of rows for which nothing was chosen yet, each with its largest number."""
         largest: dict[int, int] = {}
-        for rows in num_rows:
-            bucket = bucket_of(rows)
-            if bucket is not None and (self.kind, bucket) not in _chosen:
-                largest[bucket] = max(rows, largest.get(bucket, 0))
-        for bucket, rows in largest.items():
-            known, tiles = recalled(self, bucket)
-            _chosen[self.kind, bucket] = tiles if known else fastest(self, rows, residual=residual)
-            self.reserve([_chosen[self.kind, bucket]])
+        if self.runs_kernel and self.weight.stored.is_cuda:
+            for rows in num_rows:
+                bucket = bucket_of(rows)
+                if bucket is not None and (self.kind, bucket) not in _chosen:
+                    largest[bucket] = max(rows, largest.get(bucket, 0))
+        return largest
 
     def reserve(self, choices: Sequence[Tiles | None]) -> None:
         """Make room for what programs that share a tile leave to each other. Not while a graph is captured."""
@@ -208,6 +203,11 @@ class Product:
         if num_counters:
             reserve(self.weight.stored.device, num_partials, num_counters)
 
+    def choose(self, bucket: int, tiles: Tiles | None) -> None:
+        """Run all products of this kind so from now on; None: by the library."""
+        _chosen[self.kind, bucket] = tiles
+        self.reserve([tiles])
+
     def _is_plain(self, residual: Tensor) -> bool:
         return self.weight.kind is None and self.out_dtype == self.dtype == residual.dtype
 
@@ -218,3 +218,31 @@ class Product:
         if x.dtype == weight.dtype:
             return F.rms_norm(x, (self.in_features,), weight, eps)
         return F.rms_norm(x.to(weight.dtype), (self.in_features,), weight, eps).to(x.dtype)
+
+
+def tune(products: Sequence[tuple[Product, bool]], num_rows: Sequence[int]) -> None:
+    """Time a few tilings and the library for these numbers of rows, and keep the best for all products of a kind.
+
+    Some tens of milliseconds a kind, more where kernels must be compiled. Up to 16 rows only tilings are compared, so
+    that rows stay independent. Does nothing where kernels do not run.
+
+    Args:
+        products: Each with whether a residual is added to it.
+        num_rows: How many rows they will be called with.
+    """
+    from outrider.kernels.tuning import choices_for, compile_ahead, fastest, recalled
+
+    coming: list[tuple[Product, int, bool, Sequence[Tiles]]] = []
+    unknown: dict[tuple[Hashable, int], tuple[Product, int, bool]] = {}
+    for product, residual in products:
+        for bucket, rows in product.untuned(num_rows).items():
+            known, tiles = recalled(product, bucket)
+            if known:
+                product.choose(bucket, tiles)
+                coming.append((product, rows, residual, [] if tiles is None else [tiles]))
+            elif (product.kind, bucket) not in unknown:
+                unknown[product.kind, bucket] = product, rows, residual
+                coming.append((product, rows, residual, choices_for(product, bucket)))
+    compile_ahead(coming)
+    for (_, bucket), (product, rows, residual) in unknown.items():
+        product.choose(bucket, fastest(product, rows, residual=residual))

@@ -18,13 +18,11 @@ import torch
 from outrider.kernels.tiles import Tiles, bucket_of, candidates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
     from outrider.kernels.products import Product
 
-__all__ = ["fastest", "recalled", "remember"]
+__all__ = ["choices_for", "compile_ahead", "fastest", "recalled", "remember"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +71,14 @@ def remember(product: Product, bucket: int, tiles: Tiles | None) -> None:
         logger.debug("tunings are not kept: %s", error)
 
 
+def choices_for(product: Product, bucket: int) -> list[Tiles]:
+    """The tilings worth timing."""
+    return candidates(product.num_weight_rows, product.in_features, bucket, product.weight.kind)
+
+
 def _name(product: Product, bucket: int) -> str:
     """Names a kind of product, its rows, and the candidates that it was chosen from."""
-    choices = candidates(product.num_weight_rows, product.in_features, bucket, product.weight.kind)
-    digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr(choices_for(product, bucket)).encode()).hexdigest()[:12]
     return f"{bucket} {product.kind} {digest}"
 
 
@@ -87,13 +89,15 @@ def fastest(product: Product, num_rows: int, *, residual: bool) -> Tiles | None:
     assert bucket is not None
     x = torch.randn(num_rows, product.in_features, device=device).to(product.dtype)
     other = torch.zeros(num_rows, product.out_features, dtype=product.dtype, device=device) if residual else None
-    choices = candidates(product.num_weight_rows, product.in_features, bucket, product.weight.kind)
+    choices = choices_for(product, bucket)
     if len(choices) == 1:
         return choices[0]
     product.reserve(choices)
     copies = _copies(product)
     times: dict[Tiles | None, float] = {}
-    for tiles in _compiled(product, x, other, choices):
+    for tiles in choices:
+        if not _compiles(product, num_rows, residual, tiles):
+            continue
         times[tiles] = _time(lambda one, tiles=tiles: one.by_kernel(x, other, tiles), copies)  # type: ignore[misc]
     if num_rows >= _LIBRARY_FROM or not times:
         times[None] = _time(lambda one: one.by_library(x, other), copies)
@@ -116,23 +120,34 @@ def _copies(product: Product) -> list[Product]:
     return copies
 
 
-def _compiled(product: Product, x: Tensor, residual: Tensor | None, choices: list[Tiles]) -> list[Tiles]:
-    """Those that compile for this card."""
+def compile_ahead(wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]]) -> None:
+    """Compile tilings of (product, number of rows, whether a residual is added), many at a time.
+
+    Most of a first start on a machine is compiling, and much of that is spent outside of Python's lock.
+    """
+    jobs: dict[Any, tuple[Product, int, bool, Tiles]] = {}
+    for product, num_rows, residual, choices in wanted:
+        product.reserve(choices)
+        for tiles in choices:
+            jobs[product.kind, bucket_of(num_rows), tiles] = product, num_rows, residual, tiles
+    if jobs:
+        with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+            list(pool.map(_compiles, *zip(*jobs.values(), strict=True)))
+
+
+def _compiles(product: Product, num_rows: int, residual: bool, tiles: Tiles) -> bool:
+    """Whether a tiling compiles for this card."""
     from outrider.kernels.jit.launch_products import compile_product
 
-    out = x.new_empty(x.shape[0], product.out_features, dtype=product.out_dtype)
-    normed = product.norm is not None and product.dtype == torch.float16
-
-    def works(tiles: Tiles) -> bool:
-        try:
-            compile_product(product, x, out, residual, tiles, normed=normed)
-        except Exception as error:  # noqa: BLE001 - whatever a compiler raises, there are other tilings
-            logger.debug("%s does not compile here: %s", tiles, error)
-            return False
-        return True
-
-    with ThreadPoolExecutor(len(choices)) as pool:
-        return [tiles for tiles, good in zip(choices, pool.map(works, choices), strict=True) if good]
+    x = torch.empty(num_rows, product.in_features, dtype=product.dtype, device=product.weight.stored.device)
+    other = x.new_empty(num_rows, product.out_features) if residual else None
+    out = x.new_empty(num_rows, product.out_features, dtype=product.out_dtype)
+    try:
+        compile_product(product, x, out, other, tiles, normed=product.normed_before)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises, there are other tilings
+        logger.debug("%s does not compile here: %s", tiles, error)
+        return False
+    return True
 
 
 def _time(run: Callable[[Product], object], copies: list[Product]) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.products import Product
+from outrider.kernels.products import Product, tune
 from outrider.kernels.rotary import rotate_and_store
 from outrider.model.attention import Probe
 from outrider.model.decoder import MODEL_ROUNDINGS, PROBE_TOKENS, within
@@ -117,10 +117,10 @@ class DeviceDecoder:
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Find the fastest way to compute each product at these numbers of rows."""
-        for layer in self._layers:
-            for product in layer.products:
-                product.tune(num_rows, residual=product in (layer.output, layer.down))
-        self._head.tune(num_rows)
+        products = [
+            (product, product in (layer.output, layer.down)) for layer in self._layers for product in layer.products
+        ]
+        tune([*products, (self._head, False)], num_rows)
 
 
 def _product(

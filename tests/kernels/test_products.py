@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from outrider.errors import ConfigError
 from outrider.kernels.launch import runs_kernels
-from outrider.kernels.products import Product, gate_reference, product_reference, silu_mul
+from outrider.kernels.products import Product, gate_reference, product_reference, silu_mul, tune
 from outrider.kernels.tiles import Tiles, bucket_of, candidates, default_tiles
 from outrider.kernels.weights import store
 from tests.interpreter import mended_interpreter
@@ -258,7 +258,7 @@ def test_real_shapes_on_a_card_before_and_after_tuning(quantization, outputs, in
         rounded = torch.cat([chunk for _, chunk in product.weight.chunks()])
         expected = product_reference(x, rounded, norm=(scale, 1e-5), activation="silu")
         _assert_close(product(x), expected)
-        product.tune([rows])
+        tune([(product, False)], [rows])
         _assert_close(product(x), expected)
         assert product(x[:1]).equal(product(x[:1].clone()))
 
