@@ -6,7 +6,7 @@
 
 First, what rounding alone does: over all prompts, by how much the distance of two likely tokens differs between
 transformers in this dtype and in fp32, same weights, nothing of ours running. The largest difference is the bound.
-Then each prompt is continued plainly and with guesses, greedily and sampled with fixed seeds, in fast and in exact mode.
+Then each prompt is continued plainly and with guesses, greedily and sampled with fixed seeds, in both modes.
 Where two texts part, `lossless_referee.py` runs the same weights in fp32 over what both have in common, and tells how
 far each of the two tokens is from being the one to take: within the bound it is a near-tie, which fast mode allows. All
 else is a defect, and in exact mode every divergence is; so is a text that failed, and a cell in which nothing was

@@ -103,7 +103,7 @@ def test_loaded_models_run_on_kernels_and_change_no_token(
     folders: tuple[str, str], narrow: tuple[str, str], dtype: str, exact: bool
 ) -> None:
     with LLM(*(folders if dtype == "float32" else narrow), dtype=dtype, exact=exact, max_num_seqs=4) as llm:
-        assert llm.engine.runner._device_decoder is not None
+        assert llm.engine.runner.network.device_decoder is not None
         if dtype != "float32" and not exact:
             assert_only_near_ties_part(llm)
         else:

@@ -96,7 +96,7 @@ def test_a_model_that_is_loaded_runs_on_fused_kernels(tmp_path: Any, monkeypatch
     monkeypatch.setattr(PagedStep, "attend", lambda self, *args: seen.append(type(self)) or store(self, *args))
     with LLM(folder, device="cpu", method="ngram") as llm:
         assert llm.engine.runner.dtype is torch.bfloat16
-        assert llm.engine.runner._device_decoder is not None
+        assert llm.engine.runner.network.device_decoder is not None
         assert texts(llm, [[65, 66, 67, 65, 66, 67]], 2, temperature=0) == texts(
             llm, [[65, 66, 67, 65, 66, 67]], "off", temperature=0
         )

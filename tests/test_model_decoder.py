@@ -27,7 +27,7 @@ def test_a_loaded_model_says_the_same_whichever_way_it_goes(family: str, tmp_pat
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(str(folder), method="ngram", dtype="float32") as llm:
         assert isinstance(llm.engine.runner, TorchRunner)
-        assert llm.engine.runner._decoder is not None or family not in USUAL
+        assert llm.engine.runner.network.decoder is not None or family not in USUAL
         for speculation in ("off", 5):
             outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=params.but(speculation=speculation))
             assert [output.token_ids for output in outputs] == wanted

@@ -17,7 +17,17 @@ from outrider.kernels.launch import runs_kernels
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK_SIZE", "MAX_DIM", "MAX_TREE", "Tiling", "paged_attention", "reference_attention", "slots_of"]
+__all__ = [
+    "BLOCK_SIZE",
+    "MAX_DIM",
+    "MAX_TREE",
+    "Tiling",
+    "paged_attention",
+    "reference_attention",
+    "seen_places",
+    "slots_of",
+    "stored_places",
+]
 
 BLOCK_SIZE = 16  # slots a block of the cache
 MAX_DIM = 256  # numbers a head that one tile holds
@@ -74,6 +84,13 @@ def slots_of(tables: Tensor, places: Tensor) -> Tensor:
     """
     block = (places // BLOCK_SIZE).clamp(max=tables.shape[1] - 1)
     return tables.gather(1, block) * BLOCK_SIZE + places % BLOCK_SIZE
+
+
+def stored_places(positions: Tensor, ancestors: Tensor | None) -> Tensor:
+    """Where fresh tokens at these positions ``[B, T]`` are stored: at places of those numbers, trees side by side."""
+    if ancestors is None:
+        return positions
+    return positions[:, :1] + torch.arange(positions.shape[1], device=positions.device)
 
 
 def paged_attention(
@@ -172,7 +189,7 @@ def reference_attention(
     rows, steps, heads, _ = query.shape
     groups = keys.shape[1]
     place = torch.arange(tables.shape[1] * BLOCK_SIZE, device=query.device)
-    seen = _seen(place, positions, window, ancestors)
+    seen = seen_places(place, positions, window, ancestors)
     visible = seen.any(1)
     slots = tables.repeat_interleave(BLOCK_SIZE, 1) * BLOCK_SIZE + place % BLOCK_SIZE
     slots = slots.where(visible, 0)
@@ -188,8 +205,8 @@ def reference_attention(
     return torch.einsum("bthgl,blhd->bthgd", weights, value).reshape(rows, steps, heads, -1).to(query.dtype)
 
 
-def _seen(place: Tensor, positions: Tensor, window: int | None, ancestors: Tensor | None) -> Tensor:
-    """Which places each query sees: bool ``[B, T, places]``."""
+def seen_places(place: Tensor, positions: Tensor, window: int | None, ancestors: Tensor | None) -> Tensor:
+    """Which of the places ``[L]`` each query sees: bool ``[B, T, L]``."""
     query = positions[..., None]
     if ancestors is None:
         position = place.expand(len(positions), 1, -1)

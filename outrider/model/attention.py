@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels.attention import slots_of
+from outrider.kernels.attention import seen_places, slots_of, stored_places
 from outrider.model.kv_cache import BLOCK_SIZE, KVCache, LayerShape
 from outrider.model.load import set_attention
 from outrider.model.paged import PagedStep
@@ -52,6 +52,7 @@ class Step:
         read: Slots that hold positions 0..L-1 of each row: a slice where one row's lie in order, or ``[B, L]``.
         context: L, at least the highest position + 1.
         row_wise: Whether every query is computed alone, over a span that its position fixes (exact mode).
+        ancestors: See `PagedStep`.
     """
 
     cache: KVCache
@@ -60,6 +61,7 @@ class Step:
     read: slice | torch.Tensor
     context: int
     row_wise: bool = False
+    ancestors: torch.Tensor | None = None
     masks: dict[tuple[int | None, int], torch.Tensor | None] = field(default_factory=dict)
     spans: list[list[int]] = field(default_factory=list)
 
@@ -73,6 +75,7 @@ class Step:
         *,
         start: int | None = None,
         row_wise: bool = False,
+        ancestors: torch.Tensor | None = None,
     ) -> Step:
         """Work out the slots once for all layers.
 
@@ -80,21 +83,23 @@ class Step:
             cache: The cache to write and read.
             positions: ``[B, T]``.
             tables: Blocks of each row, ``[B, blocks]``.
-            context: How many positions to read, known to the host: at least the highest position + 1.
+            context: How many places to read, known to the host: at least the highest one + 1.
             start: First slot of the one row, where its blocks lie in order.
             row_wise: See the class.
+            ancestors: See `PagedStep`; not together with `row_wise`.
         """
-        write = slots_of(tables, positions).flatten()
+        places = stored_places(positions, ancestors)
+        write = slots_of(tables, places).flatten()
         if start is not None and not row_wise:
-            return cls(cache, positions, write, slice(start, start + context), context)
+            return cls(cache, positions, write, slice(start, start + context), context, ancestors=ancestors)
         if row_wise:
             context = -(-context // EXACT_SPAN) * EXACT_SPAN
         place = torch.arange(context, device=positions.device)
         slots = slots_of(tables, place.expand(len(tables), -1))
-        seen = place <= positions.amax(1, keepdim=True)
+        seen = place <= places.amax(1, keepdim=True)
         read = torch.where(seen, slots, place % BLOCK_SIZE)  # the null block
         spans = (positions // EXACT_SPAN * EXACT_SPAN + EXACT_SPAN).tolist() if row_wise else []
-        return cls(cache, positions, write, read, context, row_wise, spans=spans)
+        return cls(cache, positions, write, read, context, row_wise, ancestors, spans=spans)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write fresh keys and values ``[B, kv heads, T, dim]``."""
@@ -120,10 +125,7 @@ class Step:
 
     def _mask(self, window: int | None, group: int, dtype: torch.dtype) -> torch.Tensor:
         place = torch.arange(self.context, device=self.positions.device)
-        query = self.positions[..., None]
-        seen = place <= query
-        if window is not None:
-            seen &= place > query - window
+        seen = seen_places(place, self.positions, window, self.ancestors)
         rows, steps, length = seen.shape
         hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
         return hidden[:, None, None].expand(rows, 1, group, steps, length).reshape(rows, 1, group * steps, length)

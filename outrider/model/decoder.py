@@ -9,6 +9,7 @@ through transformers.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ from outrider.model.attention import Probe, Step, attend
 from outrider.model.fuse import SharedProductPart
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
 __all__ = ["MODEL_ROUNDINGS", "PROBE_TOKENS", "Decoder", "decoder_for", "within"]
@@ -89,17 +92,34 @@ class Decoder:
         self._norm, self._head = base.norm, model.get_output_embeddings()
         self.layers = [_Layer(layer) for layer in base.layers]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, step: Step | Probe) -> Tensor:
-        """[B, T] ids at [B, T] positions -> [B, T, hidden], before the last norm."""
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, step: Step | Probe, taken: dict[int, Any] | None = None
+    ) -> Tensor:
+        """[B, T] ids at [B, T] positions -> [B, T, hidden], before the last norm.
+
+        The keys of `taken` name hidden states to keep there, as in `FeatureTap`.
+        """
         hidden = self._embed(tokens)
         cos, sin = signed_angles(*self._angles(hidden, position_ids=positions))
-        for layer in self.layers:
+        for place, layer in enumerate(self.layers):
+            if taken and place in taken:
+                taken[place] = hidden
             hidden = layer(hidden, cos, sin, step)
+        if taken and len(self.layers) in taken:
+            taken[len(self.layers)] = self._norm(hidden)
         return hidden  # type: ignore[no-any-return]
 
-    def __call__(self, tokens: Tensor, positions: Tensor, step: Step | Probe) -> Tensor:
-        """[B, T] ids at [B, T] positions -> logits [B, T, V]."""
-        return self._head(self._norm(self.hidden(tokens, positions, step)))  # type: ignore[no-any-return]
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, step: Step | Probe, taken: dict[int, Any] | None = None
+    ) -> Tensor:
+        """[B, T] ids at [B, T] positions -> logits [B, T, V]; `taken` as for `hidden`."""
+        return self._head(self._norm(self.hidden(tokens, positions, step, taken)))  # type: ignore[no-any-return]
+
+    def only(self, keep: Sequence[int]) -> Decoder:
+        """Give the same decoder with some of its layers alone."""
+        part = copy.copy(self)
+        part.layers = [self.layers[place] for place in keep]
+        return part
 
 
 def signed_angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

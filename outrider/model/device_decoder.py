@@ -8,6 +8,7 @@ compares the numbers.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ class _Layer:
         query = rotate_and_store(
             self.qkv(hidden),
             step.tables,
-            step.positions,
+            step.places,
             step.positions,
             cos,
             sin,
@@ -100,20 +101,34 @@ class DeviceDecoder:
             _Layer(layer, shape, index, quantization)
             for index, (layer, shape) in enumerate(zip(base.layers, layers, strict=True))
         ]
+        self._norm = base.norm
         head = model.get_output_embeddings()
         tied = head.weight is base.embed_tokens.weight
         self._head = _product(head, quantization, norm=base.norm, out_dtype=torch.float32, keep=tied)
 
-    def hidden(self, tokens: Tensor, step: PagedStep) -> Tensor:
-        """[B, T] ids at the step's positions -> [B * T, hidden], before the last norm."""
+    def hidden(self, tokens: Tensor, step: PagedStep, taken: dict[int, Any] | None = None) -> Tensor:
+        """[B, T] ids at the step's positions -> [B * T, hidden], before the last norm.
+
+        The keys of `taken` name hidden states to keep there, as in `FeatureTap`.
+        """
         hidden: Tensor = self._embedding(tokens.flatten())
-        for layer in self._layers:
+        for place, layer in enumerate(self._layers):
+            if taken and place in taken:
+                taken[place] = hidden
             hidden = layer(hidden, self._cos, self._sin, step)
+        if taken and len(self._layers) in taken:
+            taken[len(self._layers)] = self._norm(hidden)
         return hidden
 
-    def __call__(self, tokens: Tensor, step: PagedStep) -> Tensor:
-        """[B, T] ids at the step's positions -> logits in fp32, [B, T, V]."""
-        return self._head(self.hidden(tokens, step)).view(*tokens.shape, -1)
+    def __call__(self, tokens: Tensor, step: PagedStep, taken: dict[int, Any] | None = None) -> Tensor:
+        """[B, T] ids at the step's positions -> logits in fp32, [B, T, V]; `taken` as for `hidden`."""
+        return self._head(self.hidden(tokens, step, taken)).view(*tokens.shape, -1)
+
+    def only(self, keep: Sequence[int]) -> DeviceDecoder:
+        """Give the same decoder with some of its layers alone."""
+        part = copy.copy(self)
+        part._layers = [self._layers[place] for place in keep]  # noqa: SLF001 - it is of this class
+        return part
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Find the fastest way to compute each product at these numbers of rows."""

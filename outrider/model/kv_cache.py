@@ -39,17 +39,21 @@ class LayerShape:
 
 
 class KVCache:
-    """Keys and values of one model: two tensors a layer, ``[slots, kv heads, dim]``."""
+    """Keys and values of one model: two tensors a layer, ``[slots, kv heads, dim]``.
+
+    Layers of one shape lie in one tensor, so that a token's entries in all of them are moved at once.
+    """
 
     def __init__(self, layers: list[LayerShape], num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         slots = num_blocks * BLOCK_SIZE
+        key_sizes = [(layer.num_kv_heads, layer.key_dim) for layer in layers]
+        value_sizes = [(layer.num_kv_heads, layer.value_dim) for layer in layers]
+        sizes = [*key_sizes, *value_sizes]
         try:
-            self.keys = [
-                torch.empty(slots, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers
-            ]
-            self.values = [
-                torch.empty(slots, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers
-            ]
+            self._pools = {
+                size: torch.empty(sizes.count(size), slots, *size, dtype=dtype, device=device)
+                for size in dict.fromkeys(sizes)
+            }
         except (RuntimeError, MemoryError) as error:
             wanted = slots * self.bytes_per_slot(layers, dtype)
             raise CapacityError(
@@ -57,10 +61,18 @@ class KVCache:
                 "lower max_model_len, max_num_seqs or the KV memory budget"
             ) from error
         # Empty memory costs nothing until it is written, and nothing unwritten is read but for the null block.
-        for pool in (*self.keys, *self.values):
-            pool[:BLOCK_SIZE] = 0
+        for pool in self._pools.values():
+            pool[:, :BLOCK_SIZE] = 0
+        parts = {size: iter(pool.unbind()) for size, pool in self._pools.items()}
+        self.keys = [next(parts[size]) for size in key_sizes]
+        self.values = [next(parts[size]) for size in value_sizes]
         self.layers = layers
         self.num_blocks = num_blocks
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what all layers keep at the slots `source` ``[n]`` to the slots `target` ``[n]``; all is read first."""
+        for pool in self._pools.values():
+            pool.index_copy_(1, target, pool.index_select(1, source))
 
     @staticmethod
     def bytes_per_slot(layers: list[LayerShape], dtype: torch.dtype) -> int:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from outrider.config import MAX_DRAFT_TOKENS
-from outrider.kernels.attention import paged_attention, slots_of
+from outrider.kernels.attention import paged_attention, slots_of, stored_places
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +33,8 @@ class PagedStep:
             the chunk, and several rows then all begin at 0.
         fixed_length: Split attention by this length and not by the row's own, so that a query's bits depend on its
             position alone (exact mode).
+        ancestors: For fresh tokens that are trees, int64 ``[B, T]``: see `outrider.kernels.attention`. They are then
+            stored side by side from the first one's position on, whatever their own is.
     """
 
     cache: KVCache
@@ -40,16 +42,17 @@ class PagedStep:
     tables: Tensor
     context: int
     fixed_length: int | None = None
+    ancestors: Tensor | None = None
 
     @property
     def feeds_prompt(self) -> bool:
         """Whether this is a chunk of a prompt rather than a round."""
-        return self.positions.shape[1] > MAX_DRAFT_TOKENS + 1
+        return self.ancestors is None and self.positions.shape[1] > MAX_DRAFT_TOKENS + 1
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write fresh keys and values ``[B, Hkv, T, D]``."""
         for pool, fresh in ((self.cache.keys[layer], key), (self.cache.values[layer], value)):
-            pool.index_copy_(0, self._write, fresh.transpose(1, 2).reshape(-1, *pool.shape[1:]).to(pool.dtype))
+            pool.index_copy_(0, self.write, fresh.transpose(1, 2).reshape(-1, *pool.shape[1:]).to(pool.dtype))
 
     def attend(self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
         """Attend from ``[B, T, H, D]`` to what is stored, the fresh tokens included: ``[B, T, H, D]``."""
@@ -66,6 +69,7 @@ class PagedStep:
             scale=scale,
             window=window,
             softcap=softcap,
+            ancestors=self.ancestors,
             fixed_length=self.fixed_length,
         )
 
@@ -86,9 +90,14 @@ class PagedStep:
     # Worked out once for all layers, on first need: fused layers write by themselves, rounds read by kernels.
 
     @cached_property
-    def _write(self) -> Tensor:
+    def places(self) -> Tensor:
+        """Where in its row each fresh token is stored, ``[B, T]``."""
+        return stored_places(self.positions, self.ancestors)
+
+    @cached_property
+    def write(self) -> Tensor:
         """Slot of each fresh token, ``[B * T]``."""
-        return slots_of(self.tables, self.positions).flatten()
+        return slots_of(self.tables, self.places).flatten()
 
     @cached_property
     def _read(self) -> Tensor:

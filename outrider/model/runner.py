@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from outrider.errors import ConfigError, UnsupportedModelError
+from outrider.kernels.attention import slots_of
 from outrider.kernels.launch import uses_kernels
 from outrider.model.attention import Probe, Step, borrow, give_back
-from outrider.model.decoder import decoder_for
-from outrider.model.device_decoder import DeviceDecoder, device_decoder_for
+from outrider.model.features import FeatureTap, feature_pool
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, LayerShape, blocks_for
+from outrider.model.network import Network
 from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class Runner(Protocol):
     device: torch.device
 
     @property
+    def features(self) -> torch.Tensor | None:
+        """What is kept of hidden states for a drafter, ``[slots, width]``; None where no drafter asked."""
+
+    @property
     def bytes_per_slot(self) -> int:
         """Bytes that one cached token takes."""
 
@@ -43,7 +48,13 @@ class Runner(Protocol):
         """Make the cache."""
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        context: int,
+        start: int | None,
+        ancestors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Feed tokens, give logits at each of them."""
 
@@ -51,6 +62,9 @@ class Runner(Protocol):
         self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
     ) -> None:
         """Feed tokens for their keys and values alone."""
+
+    def keep_path(self, tables: torch.Tensor, starts: torch.Tensor, path: torch.Tensor) -> None:
+        """Move what was kept of a tree's accepted nodes to the places that they now have in the text."""
 
     def tune(self, num_tokens: Sequence[int]) -> None:
         """Find the fastest way to compute passes of so many tokens."""
@@ -86,30 +100,42 @@ class TorchRunner:
             )
         borrow(self.model)
         self.layers = self._probed()
-        self._decoder = decoder_for(self.model)
         self._kernels = uses_kernels(self.device)
-        self._device_decoder: DeviceDecoder | None = None
-        if self._kernels:
-            self._device_decoder = device_decoder_for(
-                self.model, self._decoder, self.layers, self.context_length, quantization
-            )
-        if quantization is not None and self._device_decoder is None:
+        try:
+            self.network = Network(self.model, self.layers, self.context_length, quantization)
+        except BaseException:
             give_back(self.model)
-            raise ConfigError(
-                f"draft_quantization={quantization!r} is not possible for {self.model.config.model_type}: it is not of "
-                "the usual decoder structure; leave it off"
-            )
+            raise
+        self._tap: FeatureTap | None = None
+        self._features: torch.Tensor | None = None
         self._cache: KVCache | None = None
+
+    def tap(self, tap: FeatureTap) -> None:
+        """Keep hidden states for a drafter, from the next allocation on.
+
+        Raises:
+            ConfigError: Another drafter asked for other ones.
+        """
+        if self._tap is not None and self._tap != tap:
+            raise ConfigError("two drafters of one engine cannot read different hidden states; use one of them")
+        self._tap = tap
+        self._cache = None
+
+    @property
+    def features(self) -> torch.Tensor | None:
+        """What is kept of hidden states for a drafter, ``[slots, width]``; None where no drafter asked."""
+        return self._features
 
     def close(self) -> None:
         """Give the model its own attention back and drop the cache."""
-        self._cache = None
+        self._cache = self._features = None
         give_back(self.model)
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes that one cached token takes in all layers."""
-        return KVCache.bytes_per_slot(self.layers, self.dtype)
+        features = 0 if self._tap is None else self._tap.width * self.dtype.itemsize
+        return KVCache.bytes_per_slot(self.layers, self.dtype) + features
 
     @property
     def cache(self) -> KVCache:
@@ -121,6 +147,8 @@ class TorchRunner:
         """Make a cache of `num_blocks` blocks; a larger one that stands already is kept."""
         if self._cache is None or self._cache.num_blocks < num_blocks:
             self._cache = KVCache(self.layers, num_blocks, self.dtype, self.device)
+            if self._tap is not None:
+                self._features = feature_pool(self._tap, num_blocks, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(
@@ -130,6 +158,7 @@ class TorchRunner:
         tables: torch.Tensor,
         context: int,
         start: int | None = None,
+        ancestors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the model over fresh tokens; their keys and values are written before anything is read.
 
@@ -137,20 +166,18 @@ class TorchRunner:
             tokens: ``[B, T]``.
             positions: Their absolute positions, ``[B, T]``; every row's earlier positions must be cached.
             tables: Blocks of each row, ``[B, blocks]``.
-            context: At least the highest position + 1, known to the host.
+            context: At least the highest position + 1 (in a tree: the highest place + 1), known to the host.
             start: First slot of the only row, where its blocks lie in order (spares a copy of the cache).
+            ancestors: For fresh tokens that are trees, int64 ``[B, T]``: bit i says that a token sees fresh token i,
+                itself included. They are stored side by side, from the first one's position on.
 
         Returns:
             Logits in fp32, ``[B, T, V]``.
         """
-        step, positions = self._step(positions, tables, context, start)
-        if isinstance(step, PagedStep) and self._device_decoder is not None:
-            return self._device_decoder(tokens, step)
-        if isinstance(step, Step) and self._decoder is not None:
-            return self._decoder(tokens, positions, step).float()
-        output = self.model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
-        logits: torch.Tensor = output.logits
-        return logits.float()
+        step, positions = self.step(positions, tables, context, start, ancestors)
+        logits, hidden = self.network.logits(tokens, positions, step, self._taps)
+        self._keep(step, hidden)
+        return logits
 
     @torch.inference_mode()
     def feed(
@@ -162,18 +189,38 @@ class TorchRunner:
         start: int | None = None,
     ) -> None:
         """Run the model for its keys and values alone; arguments as for `forward`."""
-        step, positions = self._step(positions, tables, context, start)
-        if isinstance(step, PagedStep) and self._device_decoder is not None:
-            self._device_decoder.hidden(tokens, step)
-        elif isinstance(step, Step) and self._decoder is not None:
-            self._decoder.hidden(tokens, positions, step)
-        else:
-            self.model.base_model(input_ids=tokens, position_ids=positions, step=step, use_cache=False)
+        step, positions = self.step(positions, tables, context, start)
+        self._keep(step, self.network.feed(tokens, positions, step, self._taps))
+
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return () if self._tap is None or self._features is None else self._tap.layers
+
+    def _keep(self, step: Step | PagedStep, hidden: torch.Tensor | None) -> None:
+        """Keep the hidden states of fresh tokens, ``[B, T, taps * hidden]``."""
+        if self._tap is not None and self._features is not None and hidden is not None:
+            kept = self._tap.project(hidden).flatten(0, 1).to(self.dtype)
+            self._features.index_copy_(0, step.write, kept)
+
+    @torch.inference_mode()
+    def keep_path(self, tables: torch.Tensor, starts: torch.Tensor, path: torch.Tensor) -> None:
+        """Move what was kept of a tree's accepted nodes to the places that they now have in the text.
+
+        Args:
+            tables: Blocks of each row, ``[B, blocks]``.
+            starts: Place of each tree's root, ``[B]``.
+            path: Which of the fed tokens stands at each depth, ``[B, D]``; beyond the last accepted one, the depth.
+        """
+        depths = torch.arange(path.shape[1], device=path.device)
+        source = slots_of(tables, starts[:, None] + path).flatten()
+        target = slots_of(tables, starts[:, None] + depths).flatten()
+        self.cache.move(source, target)
+        if self._features is not None:
+            self._features.index_copy_(0, target, self._features.index_select(0, source))
 
     def tune(self, num_tokens: Sequence[int]) -> None:
         """Find the fastest way to compute passes of so many tokens."""
-        if self._device_decoder is not None:
-            self._device_decoder.tune(num_tokens)
+        self.network.tune(num_tokens)
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes on a card besides weights and cache; 0 on a CPU."""
@@ -187,20 +234,27 @@ class TorchRunner:
         positions = torch.arange(num_tokens, device=self.device)[None]
         self.feed(torch.zeros_like(positions), positions, tables, num_tokens)
         most = torch.cuda.max_memory_allocated(self.device) - before
-        self._cache = None
+        self._cache = self._features = None
         torch.cuda.empty_cache()
         return most
 
-    def _step(
-        self, positions: torch.Tensor, tables: torch.Tensor, context: int, start: int | None
+    def step(
+        self,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        context: int,
+        start: int | None,
+        ancestors: torch.Tensor | None = None,
     ) -> tuple[Step | PagedStep, torch.Tensor]:
+        """Give a pass's view of the cache, and the positions that the model is told."""
         # A learned table of positions has no row beyond the context; what is fed there belongs to nobody.
         positions = positions.clamp(max=self.context_length - 1)
         context = min(context, self.context_length)
         if self._kernels:
             fixed = tables.shape[1] * BLOCK_SIZE if self._exact else None
-            return PagedStep(self.cache, positions, tables, context, fixed), positions
-        return Step.over(self.cache, positions, tables, context, start=start, row_wise=self._exact), positions
+            return PagedStep(self.cache, positions, tables, context, fixed, ancestors), positions
+        how = {"start": start, "row_wise": self._exact, "ancestors": ancestors}
+        return Step.over(self.cache, positions, tables, context, **how), positions  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def _probed(self) -> list[LayerShape]:
