@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.llm import LLM
-from outrider.proposal import Proposal
+from outrider.proposal import ROOT, Proposal
 from outrider.sampling.params import SamplingParams
 from tests.tiny import byte_tokenizer
 
@@ -28,6 +28,7 @@ __all__ = [
     "FAULTS",
     "Fault",
     "ScriptedDrafter",
+    "bushy",
     "chi_square_p",
     "engine_with",
     "full_texts",
@@ -152,6 +153,32 @@ def _scribbles(proposal: Proposal, call: int, rows: DraftRows) -> Proposal:
     return proposal
 
 
+def _upside_down(proposal: Proposal, call: int, rows: DraftRows) -> Proposal:
+    parents = torch.full_like(proposal.tokens, call % (proposal.num_tokens + 2) - 1)
+    return Proposal(proposal.tokens, proposal.lengths, None, parents)
+
+
+def bushy(proposal: Proposal, call: int, rows: DraftRows) -> Proposal:
+    """Make trees of chains, as wide: a wrong sibling before or after each guess, and a child of it now and then."""
+    tokens, parents = [], []
+    for row, chain in enumerate(proposal.tokens.tolist()):
+        nodes: list[tuple[int, int]] = []  # token, parent
+        last = ROOT
+        for depth, token in enumerate(chain):
+            decoy = (token + 7, last)
+            before = (call + row + depth) % 3 == 0
+            nodes += [decoy, (token, last)] if before else [(token, last), decoy]
+            last = len(nodes) - (1 if before else 2)
+            if (call + depth) % 4 == 0:  # a repeated guess, and a child of the wrong one
+                nodes += [(token, nodes[last][1]), (token, len(nodes) - (2 if before else 1))]
+        tokens.append([token % 320 for token, _ in nodes[: len(chain)]])
+        parents.append([parent for _, parent in nodes[: len(chain)]])
+    shape = proposal.tokens.shape
+    return Proposal(
+        torch.tensor(tokens).view(shape), proposal.lengths, None, torch.tensor(parents, dtype=torch.long).view(shape)
+    )
+
+
 FAULTS: dict[str, Callable[[Proposal, int, DraftRows], Proposal]] = {
     "raises every other time": _raises,
     "NaN in q": _nan_probs,
@@ -159,6 +186,7 @@ FAULTS: dict[str, Callable[[Proposal, int, DraftRows], Proposal]] = {
     "lengths beyond the chain": _too_long,
     "twice as many columns": _too_wide,
     "scribbles on its copy": _scribbles,
+    "a tree that grows downwards": _upside_down,
 }
 
 

@@ -27,6 +27,7 @@ from tests.scripted import (
     ALL,
     FAULTS,
     ScriptedDrafter,
+    bushy,
     engine_with,
     generate_staggered,
     generate_together,
@@ -73,7 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 GREEDY_SETTINGS = tuple(name for name, one in SETTINGS.items() if one["temperature"] == 0)
 DRAFTERS = (
     "none", "ngram 1-3", "ngram 2-4", "same", "noisy", "unrelated", "all right", "all wrong", "alternating",
-    "short context", "failing",
+    "short context", "failing", "trees",
 )  # fmt: skip
 BATCHES = ("single", "four prompts", "mixed settings", "staggered", "n=3", "tiny cache")
 LENGTHS = (1, 2, 3, 5, 8, 16, "auto")
@@ -104,6 +105,8 @@ def draft_llm(kind: str) -> LLM:
 def scripted(kind: str) -> ScriptedDrafter:
     if kind == "failing":
         return ScriptedDrafter(fault=_fails_in_every_way)
+    if kind == "trees":
+        return ScriptedDrafter(pattern=(ALL, 2, 0, 1), fault=bushy)
     pattern = {"all right": (ALL,), "all wrong": (0,), "alternating": (ALL, 0, 1, 2)}[kind]
     return ScriptedDrafter(pattern=pattern, mass=0.6 if kind == "alternating" else None)
 

@@ -32,6 +32,8 @@ class DraftRows:
         tables: Cache blocks of each row, ``[B, blocks]``.
         start: First cache slot of the only row, where its blocks lie in order.
         rules: Sampling parameters of each row.
+        features: What is kept of the target's hidden states, ``[slots, width]``, by the same tables as keys and
+            values: those of all tokens but the last committed one are right. None where no drafter asked for any.
         independent: Whether guesses must be drawn independently of the target's choice, with their q.
     """
 
@@ -43,6 +45,7 @@ class DraftRows:
     start: int | None
     rules: Rules
     independent: bool
+    features: torch.Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -73,7 +76,10 @@ class Drafter(Protocol):
         """Feed the next `counts` of the tokens that each row's cache is missing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
-        """Guess up to `num_tokens` tokens for every row; always ``[B, num_tokens]``, lengths as they turn out."""
+        """Guess up to `num_tokens` tokens for every row; always ``[B, num_tokens]``, lengths as they turn out.
+
+        In a tree, all its nodes count.
+        """
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
         """Learn how the last proposal fared: each row's length before the round, and its accepted guesses."""

@@ -66,6 +66,7 @@ def _idle_rows(state: DeviceState) -> DraftRows:
         start=None,
         rules=rows.rules,
         independent=False,
+        features=state.features,
     )
 
 

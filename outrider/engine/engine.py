@@ -83,7 +83,8 @@ class Engine:
             self._lookahead = lookahead = speculation.num_speculative_tokens
         self._depth = int(runner.device.type == "cuda") if depth is None else depth
         self._flights: deque[Flight] = deque()
-        self.state = DeviceState(config.max_num_seqs, config.max_model_len, lookahead, runner.device)
+        sizes = config.max_num_seqs, config.max_model_len, lookahead
+        self.state = DeviceState(*sizes, runner.device, runner.features)
         self.speculator = Speculator(
             runner,
             self.state,

@@ -16,12 +16,13 @@ from outrider.config import Verification
 from outrider.kernels.choose import take
 from outrider.kernels.launch import uses_kernels
 from outrider.kernels.tail import accept_and_commit, pack_and_commit
-from outrider.proposal import Acceptance, Proposal
+from outrider.proposal import Acceptance, Proposal, Tree
 from outrider.sampling.choose import TokenLogprobs, choose, distribution, logprobs
 from outrider.sampling.random import round_seeds
 from outrider.sampling.rules import Prefix, Rules
 from outrider.verify.coupled import verify_coupled
 from outrider.verify.rejection import verify_block, verify_rejection
+from outrider.verify.tree import verify_tree_coupled, verify_tree_rejection, verify_tree_typical
 from outrider.verify.typical import verify_typical
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def propose(
         try:
             seen = rows.drafting(plan.verification.draws_guesses, share.members, share.index)
             part = share.drafter.propose(seen, plan.num_tokens)
+            if part.parents is not None and plan.fixed_width:
+                raise ValueError("trees are not possible in exact mode: bits depend on where a path is kept")
             if part.probs is not None and part.probs.shape[-1] != vocab_size:
                 raise ValueError(f"q is over {part.probs.shape[-1]} ids, but the target has {vocab_size}")
             proposal = part if share.index is None else proposal.with_rows(share.index, part)
@@ -112,26 +115,38 @@ def propose(
 def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceState) -> RoundResult:
     """Second half: one pass of the target over each row's last token and guesses, then judge and commit."""
     rows, steps = plan.rows, torch.arange(proposal.num_tokens + 1, device=proposal.tokens.device)
+    tree = None if proposal.parents is None else proposal.tree()
     fed = torch.cat([rows.tokens.gather(1, rows.lengths[:, None] - 1), proposal.tokens], 1)
-    positions = rows.lengths[:, None] - 1 + steps
+    positions = rows.lengths[:, None] - 1 + (steps if tree is None else tree.depths)
     context = max(rows.host_lengths) + proposal.num_tokens
-    logits = runner.forward(fed, positions, rows.tables, context, rows.start)
-    ends = positions + 1
-    tokens = rows.tokens
-    if proposal.num_tokens and not rows.rules.flags.simple:
-        tokens = tokens.scatter(1, ends[:, :-1], proposal.tokens)
-    prefix = Prefix(tokens, ends)
+    ancestors = None if tree is None else tree.ancestors
+    logits = runner.forward(fed, positions, rows.tables, context, rows.start, ancestors)
     after = rows.index, state.tokens, state.lengths, state.limits
     coupled = plan.verification is Verification.COUPLED or proposal.num_tokens == 0
-    if coupled and uses_kernels(logits.device) and not plan.fixed_width:
-        chosen, best = take(logits, rows.rules, prefix)
+    if tree is None and coupled and uses_kernels(logits.device) and not plan.fixed_width:
+        chosen, best = take(logits, rows.rules, _prefix(rows, fed, positions))
         packed = accept_and_commit(chosen, best, proposal.tokens, proposal.lengths, *after)
     else:
-        acceptance = judge(plan.verification, proposal, logits, rows.rules, prefix)
+        if tree is None:
+            acceptance = judge(plan.verification, proposal, logits, rows.rules, _prefix(rows, fed, positions))
+        else:
+            acceptance = judge_tree(plan.verification, proposal, tree, logits, rows, fed, positions)
+            assert acceptance.path is not None
+            runner.keep_path(rows.tables, rows.lengths - 1, acceptance.path)
+            logits = logits.gather(1, acceptance.path[..., None].expand_as(logits))
         chosen = acceptance.tokens
         broken = logits.amax(-1).isnan() & (steps <= acceptance.num_accepted[:, None])  # one NaN is enough
-        packed = pack_and_commit(chosen, acceptance.num_accepted, proposal.lengths, broken.any(1), *after)
+        guessed = proposal.positions_guessed()
+        packed = pack_and_commit(chosen, acceptance.num_accepted, guessed, broken.any(1), *after)
     return RoundResult(packed, None if plan.num_logprobs is None else logprobs(logits, chosen, plan.num_logprobs))
+
+
+def _prefix(rows: Rows, fed: torch.Tensor, positions: torch.Tensor) -> Prefix:
+    """What precedes the choice after each fed token of a chain: the text, with the guesses after it."""
+    tokens = rows.tokens
+    if fed.shape[1] > 1 and not rows.rules.flags.simple:
+        tokens = tokens.scatter(1, positions[:, 1:], fed[:, 1:])
+    return Prefix(tokens, positions + 1)
 
 
 def judge(
@@ -145,3 +160,46 @@ def judge(
         return verify_typical(proposal, p, choose(logits, rules, prefix))
     judged = verify_block if verification is Verification.BLOCK else verify_rejection
     return judged(proposal, p, round_seeds(rules.seeds, prefix.ends[:, 0]), prefix.ends)
+
+
+def judge_tree(
+    verification: Verification,
+    proposal: Proposal,
+    tree: Tree,
+    logits: torch.Tensor,
+    rows: Rows,
+    fed: torch.Tensor,
+    positions: torch.Tensor,
+) -> Acceptance:
+    """Decide what to keep of a tree: logits ``[B, N+1, V]``, each node with its own path before it.
+
+    There is no block verification of trees: they are judged by rejection, which is as exact.
+    """
+    one_each, rules, prefix = _each_node(logits, rows, tree, fed, positions)
+
+    def on_nodes(work: Callable[[torch.Tensor, Rules, Prefix], torch.Tensor]) -> torch.Tensor:
+        made = work(one_each, rules, prefix)
+        return made.view(*positions.shape, *made.shape[2:])
+
+    if verification is Verification.COUPLED:
+        return verify_tree_coupled(proposal, tree, on_nodes(choose))
+    p = on_nodes(distribution)
+    if verification is Verification.TYPICAL:
+        return verify_tree_typical(proposal, tree, p, on_nodes(choose))
+    numbers = rows.lengths[:, None] + torch.arange(positions.shape[1], device=positions.device)
+    return verify_tree_rejection(proposal, tree, p, round_seeds(rows.rules.seeds, rows.lengths), numbers)
+
+
+def _each_node(
+    logits: torch.Tensor, rows: Rows, tree: Tree, fed: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, Rules, Prefix]:
+    """Make every fed token a row of its own, ``[B * (N+1), 1, ...]``, where rules look at what precedes it."""
+    if rows.rules.flags.simple:
+        return logits, rows.rules, Prefix(rows.tokens, positions + 1)
+    num_rows, num_fed = fed.shape
+    spare = rows.tokens.shape[1]  # one more column takes what is not on a path
+    tokens = torch.nn.functional.pad(rows.tokens, (0, 1)).repeat_interleave(num_fed, 0)
+    place = positions[:, None].expand(-1, num_fed, -1).where(tree.above, spare).flatten(0, 1)
+    tokens.scatter_(1, place, fed.repeat_interleave(num_fed, 0))
+    member = torch.arange(num_rows, device=fed.device).repeat_interleave(num_fed)
+    return logits.flatten(0, 1)[:, None], rows.rules.picked(member), Prefix(tokens, positions.flatten()[:, None] + 1)

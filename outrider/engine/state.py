@@ -34,6 +34,7 @@ class Rows:
         tables: Blocks, ``[B, blocks]``.
         start: First cache slot of the only row, where its blocks lie in order and its length is known.
         rules: Sampling parameters.
+        features: See `DraftRows`.
     """
 
     slots: tuple[int, ...]
@@ -44,6 +45,7 @@ class Rows:
     tables: torch.Tensor
     start: int | None
     rules: Rules
+    features: torch.Tensor | None = None
 
     def drafting(
         self, independent: bool, members: tuple[int, ...] = (), index: torch.Tensor | None = None
@@ -51,7 +53,7 @@ class Rows:
         """Give what a drafter sees of these rows, or of some `members` (`index` says the same on the device)."""
         if index is None:
             seen = self.slots, self.tokens, self.lengths, self.host_lengths, self.tables, self.start, self.rules
-            return DraftRows(*seen, independent)
+            return DraftRows(*seen, independent, self.features)
         return DraftRows(
             slots=tuple(self.slots[member] for member in members),
             tokens=self.tokens[index],
@@ -61,6 +63,7 @@ class Rows:
             start=self.start,
             rules=self.rules if len(members) == len(self.slots) else self.rules.picked(index),
             independent=independent,
+            features=self.features,
         )
 
 
@@ -72,9 +75,18 @@ class DeviceState:
         max_length: Longest sequence.
         lookahead: Guesses a round at most: each row has room for them behind its last token.
         device: Where the state lives.
+        features: What the target keeps of hidden states; None where no drafter asked.
     """
 
-    def __init__(self, num_slots: int, max_length: int, lookahead: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_length: int,
+        lookahead: int,
+        device: torch.device,
+        features: torch.Tensor | None = None,
+    ) -> None:
+        self.features = features
         self.idle = num_slots
         width = max_length + lookahead + 1
         self.tokens = torch.zeros(num_slots + 1, width, dtype=torch.long, device=device)
@@ -143,6 +155,7 @@ class DeviceState:
             self.tables[index],
             _start(sequences[0]) if len(slots) == len(sequences) == 1 and not sequences[0].ahead else None,
             self.rules.select(slots),
+            self.features,
         )
 
     def places(self, sequences: Seq[Sequence], pad_to: int) -> list[int]:
@@ -165,6 +178,7 @@ class DeviceState:
             self.tables[index],
             None,
             self.rules.gather(index, flags),
+            self.features,
         )
 
     def _write_idle_rules(self) -> None:
