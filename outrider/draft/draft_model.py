@@ -37,6 +37,8 @@ class DraftModelDrafter:
         name: What statistics call it.
         shortlist: Ids that the draft's head was cut down to, ``[N]`` rising; None for a whole head.
         follows: The target's device.
+        own_cache: Whether the draft has a cache of its own. One made of the target's own layers reads what the target
+            has cached: nothing is ever missing, and only the last committed token is fed again.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class DraftModelDrafter:
         *,
         shortlist: torch.Tensor | None = None,
         follows: torch.device | None = None,
+        own_cache: bool = True,
     ) -> None:
         self.runner = runner
+        self._own_cache = own_cache
+        self._fed_first = REFED if own_cache else 1
         self.name = name
         self.device_side = follows is None or follows == runner.device
         self._shortlist = None if shortlist is None else shortlist.to(runner.device)
@@ -64,11 +69,11 @@ class DraftModelDrafter:
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Find the fastest products for a chain's passes: of two tokens a row, then of one."""
-        self.runner.tune(sorted({rows * width for rows in num_rows for width in (1, REFED)}))
+        self.runner.tune(sorted({rows * width for rows in num_rows for width in (1, self._fed_first)}))
 
     def missing(self, slot: int, length: int) -> int:
         """Count what is not cached, but for what a chain feeds itself."""
-        return max(0, length - REFED - self._cached.get(slot, 0))
+        return max(0, length - REFED - self._cached.get(slot, 0)) if self._own_cache else 0
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed the next tokens that are not cached; on a card, rows that lack about as many share a pass.
@@ -95,7 +100,7 @@ class DraftModelDrafter:
         purpose = Purpose.CHOICE
         if rows.independent:
             purpose, rules = Purpose.GUESS, replace(rules, seeds=round_seeds(rules.seeds, lengths))
-        positions = (lengths[:, None] - torch.arange(REFED, 0, -1, device=device)).clamp(min=0)
+        positions = (lengths[:, None] - torch.arange(self._fed_first, 0, -1, device=device)).clamp(min=0)
         context = max(rows.host_lengths)
         guesses, probs = [], []
         for step in range(num_tokens):
