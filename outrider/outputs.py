@@ -27,7 +27,7 @@ class SpeculationStats:
 
     Attributes:
         rounds: Passes of the target that gave this text tokens.
-        drafted: Guesses that the target judged.
+        drafted: Guesses that the target judged; of a tree, the places that its guesses reached.
         accepted: Guesses it agreed with.
         drafted_per_position, reached_per_position, accepted_per_position: The same by place in the chain: how often a
             guess stood there, how often all guesses before it had been accepted, how often it was accepted.
@@ -35,6 +35,7 @@ class SpeculationStats:
         seconds: From the request's arrival to its last token.
         first_token_seconds: From its arrival to its first token.
         lossy: Whether "typical" acceptance may have changed the text.
+        by_drafter: Of mixtures: guesses and accepted guesses of each part, by its name. Of a tree all nodes count.
     """
 
     rounds: int = 0
@@ -47,6 +48,7 @@ class SpeculationStats:
     seconds: float = 0.0
     first_token_seconds: float = 0.0
     lossy: bool = False
+    by_drafter: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def acceptance_rate(self) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,12 +50,14 @@ class Proposal:
             the siblings before it.
         parents: For trees: what each guess follows, ``[B, K]``, by its place among the guesses, always before its own;
             `ROOT` is the row's last committed token. None: each follows the one before it.
+        sources: For mixtures: which of the drafter's parts made each guess, ``[B, K]``. None: it has but one.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
     probs: torch.Tensor | None = None
     parents: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, num_rows: int, num_tokens: int, device: torch.device) -> Proposal:
@@ -89,17 +92,27 @@ class Proposal:
             parents = parents.where(known, ROOT)
         usable = known.long().cumprod(1).sum(1)
         lengths = torch.minimum(torch.minimum(self.lengths, allowance), usable).clamp(min=0)
-        return Proposal(self.tokens.clamp(0, vocab_size - 1), lengths, probs, parents)
+        return Proposal(self.tokens.clamp(0, vocab_size - 1), lengths, probs, parents, self.sources)
 
     def narrowed(self, num_tokens: int) -> Proposal:
         """Keep the first `num_tokens` columns; no row may be longer."""
         if num_tokens == self.num_tokens:
             return self
-        tokens, probs, parents = (
-            None if one is None else one[:, :num_tokens] for one in (self.tokens, self.probs, self.parents)
-        )
+        columns = self.tokens, self.probs, self.parents, self.sources
+        tokens, probs, parents, sources = (None if one is None else one[:, :num_tokens] for one in columns)
         assert tokens is not None
-        return Proposal(tokens, self.lengths, probs, parents if num_tokens else None)
+        return Proposal(tokens, self.lengths, probs, parents if num_tokens else None, sources)
+
+    def widened(self, num_tokens: int) -> Proposal:
+        """Append columns that do not count, up to `num_tokens`; or cut down to it, rows too. Without q."""
+        assert self.probs is None
+        more = num_tokens - self.num_tokens
+        if more <= 0:
+            return replace(self, lengths=self.lengths.clamp(max=num_tokens)).narrowed(num_tokens)
+        columns = self.tokens, self.parents, self.sources
+        tokens, parents, sources = (None if one is None else F.pad(one, (0, more)) for one in columns)
+        assert tokens is not None
+        return Proposal(tokens, self.lengths, None, parents, sources)
 
     def with_rows(self, members: torch.Tensor, part: Proposal) -> Proposal:
         """Put another drafter's guesses in place of the rows `members` ``[b]``.
@@ -107,26 +120,32 @@ class Proposal:
         Where only one of the two knows its probabilities, the other's guesses count as certainties (one-hot q); where
         only one guesses trees, the other's chains are trees without branches.
         """
-        probs = parents = None
+        probs = parents = sources = None
         if self.probs is not None or part.probs is not None:
             vocab_size = next(p.shape[-1] for p in (part.probs, self.probs) if p is not None)
             probs = self.probs_or_certain(vocab_size).index_copy(0, members, part.probs_or_certain(vocab_size))
         if self.parents is not None or part.parents is not None:
             parents = self.parents_or_chain().index_copy(0, members, part.parents_or_chain())
+        if self.sources is not None or part.sources is not None:
+            sources = self.sources_or(0).index_copy(0, members, part.sources_or(0))
         tokens = self.tokens.index_copy(0, members, part.tokens)
-        return Proposal(tokens, self.lengths.index_copy(0, members, part.lengths), probs, parents)
+        return Proposal(tokens, self.lengths.index_copy(0, members, part.lengths), probs, parents, sources)
 
     def probs_or_certain(self, vocab_size: int) -> torch.Tensor:
         """Q as ``[B, K, V]``: the drafter's, or one-hot on each guess."""
         if self.probs is not None:
             return self.probs
-        return torch.nn.functional.one_hot(self.tokens.clamp(0, vocab_size - 1), vocab_size).float()
+        return F.one_hot(self.tokens.clamp(0, vocab_size - 1), vocab_size).float()
 
     def parents_or_chain(self) -> torch.Tensor:
         """What each guess follows, ``[B, K]``."""
         if self.parents is not None:
             return self.parents
         return (torch.arange(self.num_tokens, device=self.tokens.device) - 1).expand_as(self.tokens)
+
+    def sources_or(self, number: int) -> torch.Tensor:
+        """Which part made each guess, ``[B, K]``: all by part `number` where nothing else is said."""
+        return torch.full_like(self.tokens, number) if self.sources is None else self.sources
 
     def within(self) -> torch.Tensor:
         """Which guesses count, ``[B, K]`` bool."""

@@ -55,6 +55,13 @@ class Ledger:
         self.drafted: list[int] = []  # by position, as are the other two
         self.reached: list[int] = []
         self.accepted: list[int] = []
+        self.by_part: dict[str, tuple[int, int]] = {}
+
+    def record_parts(self, names: tuple[str, ...], counts: list[tuple[int, int]]) -> None:
+        """Book what each part of a mixture guessed in a round, and how much of it was accepted."""
+        for name, (made, right) in zip(names, counts, strict=True):
+            before = self.by_part.get(name, (0, 0))
+            self.by_part[name] = before[0] + made, before[1] + right
 
     def record(self, drafted: int, accepted: int) -> None:
         """Book one round."""
@@ -180,6 +187,7 @@ class Sequence:
             seconds=now - arrival,
             first_token_seconds=(self.first_token_at or now) - arrival,
             lossy=self.lossy,
+            by_drafter=dict(ledger.by_part),
         )
 
     def completion(self) -> Completion:

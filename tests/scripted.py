@@ -57,6 +57,7 @@ class ScriptedDrafter:
 
     name = "scripted"
     device_side = False  # it looks at the tokens
+    makes_trees = False
 
     def __init__(
         self,

@@ -107,7 +107,8 @@ def _draft_rows(tokens: list[int]) -> Any:
     from outrider.draft.drafter import DraftRows
 
     return DraftRows(
-        (0,), torch.tensor([tokens]), torch.tensor([len(tokens)]), (len(tokens),), torch.zeros(1, 4).long(), None,
+        (0,), torch.zeros(1).long(), torch.tensor([tokens]),
+        torch.tensor([len(tokens)]), (len(tokens),), torch.zeros(1, 4).long(), None,
         test_sampling.rules_of(SamplingParams()), False,
     )  # fmt: skip
 

@@ -61,6 +61,7 @@ class DraftModelDrafter:
         self._target_vocab_size = target_vocab_size
         self._shared_vocab_size = shared_vocab_size
         self._cached: dict[int, int] = {}
+        self.makes_trees = False
 
     @property
     def context_length(self) -> int | None:

@@ -7,7 +7,9 @@ never a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.proposal import Proposal
     from outrider.sampling.rules import Rules
 
-__all__ = ["DraftRows", "Drafter"]
+__all__ = ["DraftRows", "Drafter", "PartedDrafter"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class DraftRows:
 
     Attributes:
         slots: Each row's slot in the engine: a drafter's own state is kept by slot.
+        index: The same on the device, ``[B]``: what a captured round goes by.
         tokens: ``[B, L]``, this round's own copy: committed tokens, free to hold guesses after them.
         lengths: Committed tokens of each row, ``[B]``.
         host_lengths: The most that the lengths can be: the host may know of all rounds but the last.
@@ -38,6 +41,7 @@ class DraftRows:
     """
 
     slots: tuple[int, ...]
+    index: torch.Tensor
     tokens: torch.Tensor
     lengths: torch.Tensor
     host_lengths: tuple[int, ...]
@@ -46,6 +50,22 @@ class DraftRows:
     rules: Rules
     independent: bool
     features: torch.Tensor | None = None
+
+    def picked(self, members: Sequence[int]) -> DraftRows:
+        """Give some of the rows, by their places in this."""
+        index = upload(members, self.lengths.device)
+        return DraftRows(
+            slots=tuple(self.slots[member] for member in members),
+            index=self.index[index],
+            tokens=self.tokens[index],
+            lengths=self.lengths[index],
+            host_lengths=tuple(self.host_lengths[member] for member in members),
+            tables=self.tables[index],
+            start=self.start,
+            rules=self.rules.picked(index),
+            independent=self.independent,
+            features=self.features,
+        )
 
 
 class Drafter(Protocol):
@@ -65,6 +85,10 @@ class Drafter(Protocol):
 
         Rounds may then start before the host has read the one before, and on a card be captured.
         """
+
+    @property
+    def makes_trees(self) -> bool:
+        """Whether guesses may branch: how many there are then says little about how many can be right."""
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Make ready to draft for so many rows at once, before rounds are captured."""
@@ -86,3 +110,15 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
+
+
+@runtime_checkable
+class PartedDrafter(Drafter, Protocol):
+    """A drafter made of several, which is told of each part's fortune."""
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """What statistics call the parts; `Proposal.sources` counts them so."""
+
+    def credit(self, slots: tuple[int, ...], accepted: tuple[tuple[int, ...], ...]) -> None:
+        """Learn how many guesses of each part were accepted, row by row; -1 where it had none among them."""

@@ -31,6 +31,7 @@ class NGramDrafter:
     name = "ngram"
     context_length: int | None = None
     device_side = True
+    makes_trees = False
 
     def __init__(self, max_size: int = 8, min_size: int = 1) -> None:
         self._max_size = max_size

@@ -124,12 +124,15 @@ class Controller:
         self._cost = cost
         self._paces: WeakKeyDictionary[Sequence, _Pace] = WeakKeyDictionary()
 
-    def length(self, sequence: Sequence, drafter: str, most: int, num_rows: int) -> int:
-        """Choose how many guesses to ask for, 0 to `most`, where `num_rows` share the round."""
+    def length(self, sequence: Sequence, drafter: str, most: int, num_rows: int, *, whole: bool = False) -> int:
+        """Choose how many guesses to ask for, 0 to `most`, where `num_rows` share the round.
+
+        `whole`: guesses are trees, drafted as wide as may be or not at all: half a tree is not half as good.
+        """
         pace = self._pace(sequence)
         if most == 0 or pace.rounds < TRIAL_ROUNDS:
             return most
-        best = self._best(pace, drafter, most, num_rows)
+        best = (self._worth if whole else self._best)(pace, drafter, most, num_rows)
         if best:
             pace.pause, pace.rested = FIRST_PAUSE, 0
             return best
@@ -137,7 +140,7 @@ class Controller:
         if pace.rested < pace.pause:
             return 0
         pace.pause, pace.rested = min(2 * pace.pause, LONGEST_PAUSE), 0
-        return min(PROBE_LENGTH, most)
+        return most if whole else min(PROBE_LENGTH, most)
 
     def note_cost(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> None:
         """Take in what a drafter costs: guesses -> seconds."""
@@ -154,6 +157,15 @@ class Controller:
 
     def _pace(self, sequence: Sequence) -> _Pace:
         return self._paces.setdefault(sequence, _Pace())
+
+    def _worth(self, pace: _Pace, drafter: str, most: int, num_rows: int) -> int:
+        """Weigh the whole width against none, by how deep trees were right."""
+        tokens, chance = 1.0, 1.0
+        for agreement in pace.agreements(min(most, len(pace.judged))):
+            chance *= agreement
+            tokens += chance
+        plain, drafted = (self._cost.round_seconds(drafter, num_rows, length) for length in (0, most))
+        return most if tokens / drafted > 1 / plain else 0
 
     def _best(self, pace: _Pace, drafter: str, most: int, num_rows: int) -> int:
         best, best_worth = 0, 1 / self._cost.round_seconds(drafter, num_rows, 0)

@@ -59,6 +59,7 @@ def _idle_rows(state: DeviceState) -> DraftRows:
     rows = state.gather([], pad_to=1, room=0)
     return DraftRows(
         slots=rows.slots,
+        index=rows.index,
         tokens=torch.zeros(1, length + room, dtype=torch.long, device=state.device),
         lengths=torch.full((1,), length, device=state.device),
         host_lengths=(length,),

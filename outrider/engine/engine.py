@@ -231,10 +231,12 @@ class Engine:
         """Read a round: append tokens up to each sequence's end, keep the books, let go of what is finished."""
         packed, report = flight.readback.rows()
         now = time.perf_counter()
+        credited = flight.readback.credited()
         for drafter, members in flight.served:
             alive = [member for member in members if not flight.sequences[member].finished]
             accepted = [packed[member][-3] for member in alive]
-            self.speculator.tell(drafter, [flight.sequences[member] for member in alive], accepted)
+            parts = None if credited is None else [credited[member] for member in alive]
+            self.speculator.tell(drafter, [flight.sequences[member] for member in alive], accepted, parts)
         for row, sequence in enumerate(flight.sequences):
             sequence.ahead -= flight.wanted[row] + 1
             if not sequence.finished:  # neither aborted nor ended in the round before this one

@@ -19,7 +19,8 @@ class Readback:
     """Copies a round's results to the host without making either side wait; `rows` waits for them."""
 
     def __init__(self, result: RoundResult) -> None:
-        parts = [result.packed, *(result.logprobs or ())]
+        self._has_credited = result.credited is not None
+        parts = [result.packed, *([] if result.credited is None else [result.credited]), *(result.logprobs or ())]
         self._parts = parts
         self._arrived: torch.cuda.Event | None = None
         if result.packed.is_cuda:
@@ -31,10 +32,19 @@ class Readback:
 
     def rows(self) -> tuple[list[list[int]], list[list[Any]] | None]:
         """Give the packed results of each row, and the columns of the report on log-probabilities, if there is one."""
+        self._wait()
+        packed, *report = (part.tolist() for part in self._parts)
+        return packed, report[self._has_credited :] or None
+
+    def credited(self) -> list[list[list[int]]] | None:
+        """Give of each row whose the guesses were and which were accepted; None where no mixture drafted."""
+        self._wait()
+        credited: list[list[list[int]]] | None = self._parts[1].tolist() if self._has_credited else None
+        return credited
+
+    def _wait(self) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()
-        packed, *report = (part.tolist() for part in self._parts)
-        return packed, report or None
 
 
 @dataclass(frozen=True)

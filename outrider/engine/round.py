@@ -81,10 +81,13 @@ class RoundResult:
         packed: For each row what `kernels.tail` packs: its K+1 tokens, how many guesses were accepted, how many were
             made, and whether its logits were broken (NaN), ``[B, K+4]``.
         logprobs: The target's log-probabilities, where anybody asked.
+        credited: Of mixtures: which part made each guess that counted, and whether it was accepted, ``[B, 2, K]``: the
+            part's number (-1: no guess), and 0 or 1.
     """
 
     packed: torch.Tensor
     logprobs: TokenLogprobs | None
+    credited: torch.Tensor | None = None
 
 
 def propose(
@@ -99,7 +102,7 @@ def propose(
     served = []
     for share in plan.drafting:
         try:
-            seen = rows.drafting(plan.verification.draws_guesses, share.members, share.index)
+            seen = rows.drafting(plan.verification.draws_guesses, share.members)
             part = share.drafter.propose(seen, plan.num_tokens)
             if part.parents is not None and plan.fixed_width:
                 raise ValueError("trees are not possible in exact mode: bits depend on where a path is kept")
@@ -117,12 +120,13 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
     rows, steps = plan.rows, torch.arange(proposal.num_tokens + 1, device=proposal.tokens.device)
     tree = None if proposal.parents is None else proposal.tree()
     fed = torch.cat([rows.tokens.gather(1, rows.lengths[:, None] - 1), proposal.tokens], 1)
-    positions = rows.lengths[:, None] - 1 + (steps if tree is None else tree.depths)
+    begin = rows.lengths - 1  # kept: the commit moves lengths on
+    positions = begin[:, None] + (steps if tree is None else tree.depths)
     context = max(rows.host_lengths) + proposal.num_tokens
     ancestors = None if tree is None else tree.ancestors
     logits = runner.forward(fed, positions, rows.tables, context, rows.start, ancestors)
     after = rows.index, state.tokens, state.lengths, state.limits
-    coupled = plan.verification is Verification.COUPLED or proposal.num_tokens == 0
+    coupled, path = plan.verification is Verification.COUPLED or proposal.num_tokens == 0, None
     if tree is None and coupled and uses_kernels(logits.device) and not plan.fixed_width:
         chosen, best = take(logits, rows.rules, _prefix(rows, fed, positions))
         packed = accept_and_commit(chosen, best, proposal.tokens, proposal.lengths, *after)
@@ -131,14 +135,27 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
             acceptance = judge(plan.verification, proposal, logits, rows.rules, _prefix(rows, fed, positions))
         else:
             acceptance = judge_tree(plan.verification, proposal, tree, logits, rows, fed, positions)
-            assert acceptance.path is not None
-            runner.keep_path(rows.tables, rows.lengths - 1, acceptance.path)
-            logits = logits.gather(1, acceptance.path[..., None].expand_as(logits))
+            path = acceptance.path
+            assert path is not None
+            runner.keep_path(rows.tables, begin, path)
+            logits = logits.gather(1, path[..., None].expand_as(logits))
         chosen = acceptance.tokens
         broken = logits.amax(-1).isnan() & (steps <= acceptance.num_accepted[:, None])  # one NaN is enough
         guessed = proposal.positions_guessed()
         packed = pack_and_commit(chosen, acceptance.num_accepted, guessed, broken.any(1), *after)
-    return RoundResult(packed, None if plan.num_logprobs is None else logprobs(logits, chosen, plan.num_logprobs))
+    report = None if plan.num_logprobs is None else logprobs(logits, chosen, plan.num_logprobs)
+    return RoundResult(packed, report, _credits(proposal, packed[:, -3], path))
+
+
+def _credits(proposal: Proposal, accepted: torch.Tensor, path: torch.Tensor | None) -> torch.Tensor | None:
+    """Say of each guess whose it was and whether it was accepted: see `RoundResult`."""
+    if proposal.sources is None or not proposal.num_tokens:
+        return None
+    steps = torch.arange(proposal.num_tokens + 1, device=accepted.device)
+    taken = steps <= accepted[:, None]  # of fed tokens, by depth
+    if path is not None:
+        taken = torch.zeros_like(path, dtype=torch.bool).scatter(1, path, taken)
+    return torch.stack([proposal.sources.masked_fill(~proposal.within(), -1), taken[:, 1:].long()], 1)
 
 
 def _prefix(rows: Rows, fed: torch.Tensor, positions: torch.Tensor) -> Prefix:

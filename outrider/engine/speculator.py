@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from outrider.draft.drafter import PartedDrafter
 from outrider.engine.controller import Controller, Costs
 from outrider.engine.cost import measured, measured_draft
 from outrider.engine.round import Drafting
@@ -150,7 +151,7 @@ class Speculator:
             self._note_limit(sequence, drafter)
         if most <= 0 or not self._adaptive or asked is not None:
             return max(0, most)
-        return self._control(drafter).length(sequence, drafter.name, most, num_rows)
+        return self._control(drafter).length(sequence, drafter.name, most, num_rows, whole=drafter.makes_trees)
 
     def _note_limit(self, sequence: Sequence, drafter: Drafter) -> None:
         if sequence not in self._limited:
@@ -170,9 +171,24 @@ class Speculator:
 
     # --- after it
 
-    def tell(self, drafter: Drafter, sequences: list[Sequence], accepted: list[int]) -> None:
-        """Let a drafter know how its guesses fared, before the sequences take in what was committed."""
+    def tell(
+        self,
+        drafter: Drafter,
+        sequences: list[Sequence],
+        accepted: list[int],
+        credited: list[list[list[int]]] | None = None,
+    ) -> None:
+        """Let a drafter know how its guesses fared, before the sequences take in what was committed.
+
+        `credited` says of each row whose its guesses were and which were accepted, as `RoundResult.credited`.
+        """
         told = tuple(one.slot for one in sequences if one.slot is not None), tuple(len(one) for one in sequences)
+        if credited is not None and isinstance(drafter, PartedDrafter):
+            each = [_by_part(row, len(drafter.part_names)) for row in credited]
+            for sequence, counts in zip(sequences, each, strict=True):
+                sequence.ledger.record_parts(drafter.part_names, counts)
+            right = tuple(tuple(-1 if not made else good for made, good in counts) for counts in each)
+            self._guarded(drafter, partial(drafter.credit, told[0], right))
         if self._guarded(drafter, partial(drafter.commit, *told, tuple(accepted))):
             self._failures.pop(id(drafter), None)
 
@@ -201,3 +217,13 @@ class Speculator:
             self.failed(drafter, error)
             return False
         return True
+
+
+def _by_part(credited: list[list[int]], num_parts: int) -> list[tuple[int, int]]:
+    """Count guesses and accepted guesses of each part."""
+    counts = [(0, 0)] * num_parts
+    for part, accepted in zip(*credited, strict=True):
+        if 0 <= part < num_parts:
+            made, right = counts[part]
+            counts[part] = made + 1, right + accepted
+    return counts

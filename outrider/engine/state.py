@@ -47,24 +47,21 @@ class Rows:
     rules: Rules
     features: torch.Tensor | None = None
 
-    def drafting(
-        self, independent: bool, members: tuple[int, ...] = (), index: torch.Tensor | None = None
-    ) -> DraftRows:
-        """Give what a drafter sees of these rows, or of some `members` (`index` says the same on the device)."""
-        if index is None:
-            seen = self.slots, self.tokens, self.lengths, self.host_lengths, self.tables, self.start, self.rules
-            return DraftRows(*seen, independent, self.features)
-        return DraftRows(
-            slots=tuple(self.slots[member] for member in members),
-            tokens=self.tokens[index],
-            lengths=self.lengths[index],
-            host_lengths=tuple(self.host_lengths[member] for member in members),
-            tables=self.tables[index],
+    def drafting(self, independent: bool, members: tuple[int, ...] = ()) -> DraftRows:
+        """Give what a drafter sees of these rows, or of some `members`, by their places."""
+        seen = DraftRows(
+            slots=self.slots,
+            index=self.index,
+            tokens=self.tokens,
+            lengths=self.lengths,
+            host_lengths=self.host_lengths,
+            tables=self.tables,
             start=self.start,
-            rules=self.rules if len(members) == len(self.slots) else self.rules.picked(index),
+            rules=self.rules,
             independent=independent,
             features=self.features,
         )
+        return seen.picked(members) if 0 < len(members) < len(self.slots) else seen
 
 
 class DeviceState:

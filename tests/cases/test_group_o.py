@@ -20,7 +20,15 @@ def proposed(text: str, k: int, smallest: int, largest: int) -> str:
     row = list(text.encode())
     tokens = torch.tensor([row + [0] * k])
     rows: Any = DraftRows(
-        (0,), tokens, torch.tensor([len(row)]), (len(row),), torch.zeros(1, 1), None, None, independent=False
+        (0,),
+        torch.zeros(1).long(),
+        tokens,
+        torch.tensor([len(row)]),
+        (len(row),),
+        torch.zeros(1, 1),
+        None,
+        None,
+        independent=False,
     )
     proposal = NGramDrafter(largest, smallest).propose(rows, k)
     return bytes(proposal.tokens[0, : int(proposal.lengths[0])].tolist()).decode()
