@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -9,9 +10,18 @@ from typing import Any
 
 from outrider.errors import ConfigError
 
-__all__ = ["DRAFT_QUANTIZATIONS", "MAX_DRAFT_TOKENS", "EngineConfig", "Method", "SpeculationConfig", "Verification"]
+__all__ = [
+    "DRAFT_QUANTIZATIONS",
+    "MAX_DRAFT_TOKENS",
+    "MAX_TREE_NODES",
+    "EngineConfig",
+    "Method",
+    "SpeculationConfig",
+    "Verification",
+]
 
 MAX_DRAFT_TOKENS = 64
+MAX_TREE_NODES = 63  # with their root they fill the bits of an ancestor mask
 DRAFT_QUANTIZATIONS = ("fp8", "int8", "int4")
 
 
@@ -20,7 +30,26 @@ class Method(StrEnum):
 
     NONE = "none"
     NGRAM = "ngram"
+    SUFFIX = "suffix"
     DRAFT_MODEL = "draft_model"
+    EARLY_EXIT = "early_exit"
+    MEDUSA = "medusa"
+    EAGLE = "eagle"
+    MTP = "mtp"
+    DFLASH = "dflash"
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether it drafts with weights of its own, which must be named."""
+        return self in (Method.DRAFT_MODEL, Method.MEDUSA, Method.EAGLE, Method.DFLASH)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether guesses are copied from text: next to nothing to make, and often right for long."""
+        return self in (Method.NGRAM, Method.SUFFIX)
+
+
+METHOD_ALIASES = {"eagle2": "eagle", "eagle3": "eagle", "prompt_lookup": "ngram", "layerskip": "early_exit"}
 
 
 class Verification(StrEnum):
@@ -51,37 +80,71 @@ def _one_of(name: str, value: str, kind: type[StrEnum]) -> Any:
         raise ConfigError(f"{name} must be one of {allowed}, got {value!r}") from None
 
 
+def _methods(value: str) -> tuple[Method, ...]:
+    """Read a method, or several joined by "+", from cheap to dear as they are named."""
+    names = [METHOD_ALIASES.get(name, name) for name in str(value).split("+")]
+    methods = tuple(dict.fromkeys(_one_of("method", name, Method) for name in names))
+    if len(methods) > 1 and Method.NONE in methods:
+        raise ConfigError(f"method {value!r} mixes drafting with none; leave 'none' out")
+    if sum(method.takes_model for method in methods) > 1:
+        raise ConfigError(f"method {value!r} needs two draft models, and one can be named; use one of them")
+    return methods
+
+
 @dataclass(frozen=True)
 class SpeculationConfig:
     """What drafts, how far, and how guesses are judged.
 
     Args:
-        method: "none", "ngram" or "draft_model".
-        model: The draft: a Hub id, folder, GGUF file, transformers model or `LLM`.
-        num_speculative_tokens: Guesses a round at most, 0 to 64.
+        method: "none", "ngram", "suffix", "draft_model", "early_exit", "medusa", "eagle", "mtp" or "dflash"; or
+            several joined by "+", the cheapest first, such as "ngram+draft_model".
+        model: The draft: a Hub id, folder, GGUF file, transformers model or `LLM`; for heads their folder or Hub id.
+        num_speculative_tokens: Guesses a round at most, 0 to 64; of trees all nodes count, 63 at most.
         verification: "coupled", "rejection", "block" or (lossy) "typical".
+        tree: Guess trees: "auto" lets the method choose their shape; "4x2x1" has 4 guesses first, 2 after each of
+            them, 1 after each of those; None guesses chains. A mixture joins its parts' guesses in one tree.
         prompt_lookup_max: Longest run of tokens that lookup matches.
         prompt_lookup_min: Shortest one.
+        suffix_corpus: A text or .jsonl file in which suffix lookup finds guesses too.
+        exit_layer: early_exit: draft with so many first layers; None searches for the best number.
+        skip_layers: early_exit: draft with all layers but these; "auto" searches for them.
         allow_failure: Go on without a draft (with a warning) where it cannot be loaded.
         draft_quantization: Weights of the draft model in "fp8", "int8" or "int4". This and the next two change how
             fast guesses come and how often they are right, never the text.
         draft_vocab_size: How many token ids the draft may guess: the most frequent ones, for a smaller head.
         draft_vocab_corpus: A text or .jsonl file that tells which are frequent; None goes by the tokenizer's order.
+
+    Attributes:
+        methods: The methods that `method` names, in order.
     """
 
-    method: Method = Method.NONE
+    method: str = Method.NONE
     model: Any = None
     num_speculative_tokens: int = 5
     verification: Verification = Verification.COUPLED
+    tree: str | None = None
     prompt_lookup_max: int = 8
     prompt_lookup_min: int = 1
+    suffix_corpus: str | Path | None = None
+    exit_layer: int | None = None
+    skip_layers: str | tuple[int, ...] | None = None
     allow_failure: bool = False
     draft_quantization: str | None = None
     draft_vocab_size: int | None = None
     draft_vocab_corpus: str | Path | None = None
 
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods that `method` names, in order."""
+        return _methods(self.method)
+
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether a draft model of its own is among the methods."""
+        return Method.DRAFT_MODEL in self.methods
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", _one_of("method", self.method, Method))
+        object.__setattr__(self, "method", "+".join(_methods(self.method)))
         object.__setattr__(self, "verification", _one_of("verification", self.verification, Verification))
         _whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFT_TOKENS)
         _whole("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
@@ -91,14 +154,56 @@ class SpeculationConfig:
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most "
                 f"prompt_lookup_max ({self.prompt_lookup_max})"
             )
-        if self.method is Method.DRAFT_MODEL and self.model is None:
-            raise ConfigError("method 'draft_model' needs a draft: pass speculative_model=...")
-        if self.method is not Method.DRAFT_MODEL and self.model is not None:
+        self._check_model()
+        self._check_draft()
+        self._check_own_settings()
+        self._check_tree()
+
+    def _check_model(self) -> None:
+        """Check that a draft is named where one is needed, and nowhere else."""
+        wanted = [str(method) for method in self.methods if method.takes_model]
+        if wanted and self.model is None:
+            raise ConfigError(f"method {wanted[0]!r} needs a draft: pass speculative_model=...")
+        if not wanted and self.model is not None:
             raise ConfigError(
-                f"method {str(self.method)!r} takes no draft model, got {self.model!r}; "
+                f"method {self.method!r} takes no draft model, got {self.model!r}; "
                 "leave speculative_model out or use method='draft_model'"
             )
-        self._check_draft()
+
+    def _check_own_settings(self) -> None:
+        """Check settings that belong to one method."""
+        owners = {"suffix_corpus": Method.SUFFIX, "exit_layer": Method.EARLY_EXIT, "skip_layers": Method.EARLY_EXIT}
+        for name, method in owners.items():
+            if getattr(self, name) is not None and method not in self.methods:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is for method {str(method)!r}, not {self.method!r}")
+        if self.exit_layer is not None:
+            _whole("exit_layer", self.exit_layer, 1)
+        if self.skip_layers is not None:
+            if self.exit_layer is not None:
+                raise ConfigError("exit_layer and skip_layers are two ways to choose the same layers; pass one of them")
+            object.__setattr__(self, "skip_layers", _layers(self.skip_layers))
+        if self.suffix_corpus is not None:
+            object.__setattr__(self, "suffix_corpus", _file("suffix_corpus", self.suffix_corpus))
+
+    def _check_tree(self) -> None:
+        if self.tree is None:
+            return
+        tree = str(self.tree).lower()
+        if tree != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", tree):
+            raise ConfigError(f"tree must be 'auto' or branches a level such as '4x2x1', got {self.tree!r}")
+        object.__setattr__(self, "tree", tree)
+        if self.num_speculative_tokens > MAX_TREE_NODES:
+            raise ConfigError(
+                f"a tree holds at most {MAX_TREE_NODES} guesses, got num_speculative_tokens="
+                f"{self.num_speculative_tokens}; lower it"
+            )
+        if tree != "auto" and len(self.methods) > 1:
+            raise ConfigError(f"a mixture's tree is made of its parts' guesses: use tree='auto', not {self.tree!r}")
+
+    @property
+    def branches(self) -> tuple[int, ...]:
+        """Guesses after each node, level by level; empty where the method chooses."""
+        return () if self.tree in (None, "auto") else tuple(map(int, str(self.tree).split("x")))
 
     def _check_draft(self) -> None:
         """Check what only a draft model can be given."""
@@ -108,9 +213,9 @@ class SpeculationConfig:
             "draft_vocab_corpus": self.draft_vocab_corpus,
         }
         for name, value in given.items():
-            if value is not None and self.method is not Method.DRAFT_MODEL:
+            if value is not None and not self.drafts_with_model:
                 raise ConfigError(
-                    f"{name}={value!r} is for a draft model, and method {str(self.method)!r} has none; "
+                    f"{name}={value!r} is for a draft model, and method {self.method!r} has none; "
                     "pass speculative_model=... or leave it out"
                 )
         if self.draft_quantization is not None and self.draft_quantization not in DRAFT_QUANTIZATIONS:
@@ -125,11 +230,27 @@ class SpeculationConfig:
                 f"draft_vocab_corpus={str(self.draft_vocab_corpus)!r} tells which tokens to keep, but not how many; "
                 "pass draft_vocab_size too"
             )
-        if not isinstance(self.draft_vocab_corpus, str | Path):
-            raise ConfigError(f"draft_vocab_corpus must be the path of a file, got {self.draft_vocab_corpus!r}")
-        object.__setattr__(self, "draft_vocab_corpus", Path(self.draft_vocab_corpus).expanduser())
-        if not Path(self.draft_vocab_corpus).is_file():
-            raise ConfigError(f"draft_vocab_corpus {self.draft_vocab_corpus} is not a file; check the path")
+        object.__setattr__(self, "draft_vocab_corpus", _file("draft_vocab_corpus", self.draft_vocab_corpus))
+
+
+def _file(name: str, value: Any) -> Path:
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{name} must be the path of a file, got {value!r}")
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{name} {path} is not a file; check the path")
+    return path
+
+
+def _layers(value: Any) -> str | tuple[int, ...]:
+    """Read layers to skip: "auto", "3,5" or a list of numbers."""
+    if value == "auto":
+        return "auto"
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        return tuple(sorted({int(part) for part in parts}))
+    except (TypeError, ValueError):
+        raise ConfigError(f"skip_layers must be 'auto' or layer numbers such as '3,5', got {value!r}") from None
 
 
 @dataclass(frozen=True)

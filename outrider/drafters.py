@@ -1,9 +1,9 @@
-"""From what a user names as a draft to a drafter that is ready to guess."""
+"""From what a user names to a drafter that is ready to guess: one line a method in `MAKERS`."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,59 +12,102 @@ from torch import nn
 
 from outrider.config import Method, SpeculationConfig
 from outrider.draft.draft_model import DraftModelDrafter
+from outrider.draft.early_exit import best_exit, best_skips, kept_layers, own_texts
+from outrider.draft.mixture import MixtureDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.shortlist import frequent_ids
 from outrider.draft.vocab import check_vocabulary
 from outrider.errors import CapacityError, ConfigError, OutriderError
 from outrider.model.load import LoadedModel, load_model
 from outrider.model.runner import TorchRunner
+from outrider.model.subset import LayerSubsetRunner
+from outrider.samples import SAMPLE_PROMPTS
 from outrider.setup import check_draft_quantization, optimized, resolve_device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outrider.draft.drafter import Drafter
     from outrider.kernels.weights import WeightQuantization
 
-__all__ = ["LoadedDraft", "load_draft", "make_drafter"]
+__all__ = ["DraftSite", "make_drafter"]
 
 
 @dataclass(frozen=True)
-class LoadedDraft:
-    """A draft model ready to run, and the ids that its head was cut down to, if it was."""
+class DraftSite:
+    """What a drafter is made for.
 
+    Attributes:
+        speculation: The settings.
+        target: The loaded target.
+        runner: Runs it; its cache is not allocated yet.
+        num_slots: Rows of the engine, the idle one included.
+        dtype, device: Of the draft, as the user named them.
+        like: The target's dtype as the user named it: a draft's where no other is asked for.
+        owned: Runners that were made for drafting, to be closed with the engine.
+    """
+
+    speculation: SpeculationConfig
+    target: LoadedModel
     runner: TorchRunner
-    shortlist: torch.Tensor | None = None
+    num_slots: int
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | None = None
+    like: torch.dtype | str | None = None
+    owned: list[TorchRunner] = field(default_factory=list)
 
 
-def load_draft(
-    speculation: SpeculationConfig,
-    target: LoadedModel,
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    *,
-    like: torch.dtype | str | None,
-) -> LoadedDraft | None:
-    """Load the draft, as the target is where nothing else is asked; a model object stays as it is.
+def make_drafter(site: DraftSite) -> Drafter | None:
+    """Give the drafter of sequences that bring none of their own; None where nothing drafts.
 
-    A draft for which memory does not suffice costs its speed, not the service: a warning, and plain decoding.
+    A draft for which memory does not suffice costs its speed, not the service: a warning, and plain decoding (or what
+    else drafts in a mixture).
 
     Raises:
         ConfigError: A setting does not fit the draft.
-        ModelLoadError: It is missing, broken, or of another vocabulary (and failure is not allowed).
+        ModelLoadError: It is missing, broken, or does not fit the target (and failure is not allowed).
     """
-    if speculation.method is not Method.DRAFT_MODEL:
+    speculation = site.speculation
+    if speculation.num_speculative_tokens == 0:
         return None
-    if not hasattr(speculation.model, "device"):
-        dtype, device = dtype or like, device or target.device
+    made = [drafter for method in speculation.methods if (drafter := _made(method, site)) is not None]
+    if len(made) < 2:
+        return made[0] if made else None
+    return MixtureDrafter(made, site.num_slots, site.target.device, merge=speculation.tree is not None)
+
+
+def _made(method: Method, site: DraftSite) -> Drafter | None:
     try:
-        return _loaded(speculation, target, dtype, device)
+        return MAKERS[method](site)
     except torch.OutOfMemoryError as error:
         problem: Exception = error
     except OutriderError as error:
-        if not speculation.allow_failure and not isinstance(error, CapacityError):
+        unusable = method.takes_model and site.speculation.allow_failure
+        if not unusable and not (method.takes_model and isinstance(error, CapacityError)):
             raise
         problem = error
-    warnings.warn(f"no speculation: the draft could not be used ({problem})", stacklevel=4)
+    warnings.warn(f"no speculation: the draft could not be used ({problem})", stacklevel=6)
     return None
+
+
+# --- a draft model
+
+
+def _draft_model(site: DraftSite) -> Drafter:
+    """A model like the target, which is as the target is where nothing else is asked; a model object stays as it is."""
+    speculation, target = site.speculation, site.target
+    dtype, device = site.dtype, site.device
+    if not hasattr(speculation.model, "device"):
+        dtype, device = dtype or site.like, device or target.device
+    runner, shortlist = _loaded(speculation, target, dtype, device)
+    site.owned.append(runner)
+    return DraftModelDrafter(
+        runner,
+        target.vocab_size,
+        min(target.vocab_size, runner.vocab_size),
+        shortlist=shortlist,
+        follows=target.device,
+    )
 
 
 def _loaded(
@@ -72,7 +115,7 @@ def _loaded(
     target: LoadedModel,
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
-) -> LoadedDraft:
+) -> tuple[TorchRunner, torch.Tensor | None]:
     source = speculation.model
     if speculation.draft_vocab_size and not (isinstance(source, str) or hasattr(source, "__fspath__")):
         raise ConfigError(
@@ -82,7 +125,7 @@ def _loaded(
         check_draft_quantization(speculation.draft_quantization, source, target.device)
         loaded: LoadedModel = source.loaded
         check_vocabulary(target, loaded)
-        return LoadedDraft(TorchRunner(loaded))
+        return TorchRunner(loaded), None
     where = resolve_device(device, source)
     check_draft_quantization(speculation.draft_quantization, source, where)
     loaded = load_model(source, dtype=dtype, device=where)
@@ -91,7 +134,7 @@ def _loaded(
     on_card = loaded.device.type == "cuda"
     kind = cast("WeightQuantization | None", speculation.draft_quantization)  # checked with the other settings
     loaded = optimized(loaded, source, None if on_card else kind)
-    return LoadedDraft(TorchRunner(loaded, quantization=kind if on_card else None), shortlist)
+    return TorchRunner(loaded, quantization=kind if on_card else None), shortlist
 
 
 def _shortened(
@@ -116,19 +159,37 @@ def _shortened(
     return ids
 
 
-def make_drafter(speculation: SpeculationConfig, draft: LoadedDraft | None, target: LoadedModel) -> Drafter | None:
-    """Give the drafter of sequences that bring none of their own; None where nothing drafts."""
-    if speculation.num_speculative_tokens == 0:
-        return None
-    if speculation.method is Method.NGRAM:
-        return NGramDrafter(speculation.prompt_lookup_max, speculation.prompt_lookup_min)
-    if draft is None:
-        return None
-    vocab_size = draft.runner.vocab_size
-    return DraftModelDrafter(
-        draft.runner,
-        target.vocab_size,
-        min(target.vocab_size, vocab_size),
-        shortlist=draft.shortlist,
-        follows=target.device,
-    )
+# --- others
+
+
+def _ngram(site: DraftSite) -> Drafter:
+    return NGramDrafter(site.speculation.prompt_lookup_max, site.speculation.prompt_lookup_min)
+
+
+def _early_exit(site: DraftSite) -> Drafter:
+    """The target's own layers: those that were named, or those that the search finds on sample texts."""
+    speculation, runner, num_layers = site.speculation, site.runner, len(site.runner.layers)
+    if speculation.exit_layer is not None or isinstance(speculation.skip_layers, tuple):
+        skips = speculation.skip_layers if isinstance(speculation.skip_layers, tuple) else None
+        keep = kept_layers(num_layers, speculation.exit_layer, skips)
+    else:
+        search = best_skips if speculation.skip_layers == "auto" else best_exit
+        keep = search(runner, own_texts(runner, _sample_ids(site)), speculation.num_speculative_tokens).keep
+    size = runner.vocab_size
+    return DraftModelDrafter(LayerSubsetRunner(runner, keep), size, size, "early_exit", own_cache=False)
+
+
+def _sample_ids(site: DraftSite) -> list[list[int]]:
+    """Prompts to try drafts on; without a tokenizer single tokens, which say less."""
+    tokenizer = site.target.tokenizer
+    if tokenizer is None:
+        return [[token] for token in range(1, min(4, site.target.vocab_size))]
+    return [list(tokenizer(text, verbose=False).input_ids) for text in SAMPLE_PROMPTS]
+
+
+MAKERS: dict[Method, Callable[[DraftSite], Drafter | None]] = {
+    Method.NONE: lambda _: None,
+    Method.NGRAM: _ngram,
+    Method.DRAFT_MODEL: _draft_model,
+    Method.EARLY_EXIT: _early_exit,
+}

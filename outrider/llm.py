@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from outrider.config import EngineConfig, SpeculationConfig
 from outrider.draft.draft_model import DraftModelDrafter
 from outrider.draft.vocab import check_vocabulary
-from outrider.drafters import LoadedDraft, load_draft, make_drafter
+from outrider.drafters import DraftSite, make_drafter
 from outrider.engine.engine import Engine
 from outrider.engine.intake import Intake, listed, paired
 from outrider.engine.memory import sized, working_bytes
@@ -21,7 +21,6 @@ from outrider.setup import check_parallel, load_target, resolve_device, speculat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import torch
 
@@ -44,7 +43,7 @@ class LLM:
         speculative_model: The draft, given in the same ways, or another `LLM`; it must share the target's vocabulary.
             "[ngram]" means lookup.
         num_speculative_tokens: Guesses a round at most.
-        method: "none", "ngram" or "draft_model"; by default what `speculative_model` implies.
+        method: Where guesses come from, see `SpeculationConfig`; by default what `speculative_model` implies.
         speculative_config: The same settings in one dict, as vLLM spells them: ``{"method": ..., "model": ...,
             "num_speculative_tokens": ..., "prompt_lookup_max": ..., "prompt_lookup_min": ...}``.
         verification: "coupled" (the same text as without speculation, for sampling too), "rejection" or "block"
@@ -58,11 +57,10 @@ class LLM:
         revision: Of the Hub repository.
         max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, seed: See
             `EngineConfig`.
-        prompt_lookup_max, prompt_lookup_min: Longest and shortest run of tokens that lookup matches.
-        draft_quantization: "fp8", "int8" or "int4" weights for the draft: changes speed, never text.
-        draft_vocab_size, draft_vocab_corpus: The draft guesses only the most frequent tokens, by a text file or the
-            tokenizer's own order; the same holds.
         tensor_parallel_size: Only 1 so far.
+        drafting: The other settings of `SpeculationConfig`, by name: tree, prompt_lookup_max, prompt_lookup_min,
+            suffix_corpus, exit_layer, skip_layers, draft_quantization, draft_vocab_size, draft_vocab_corpus,
+            allow_failure.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -93,12 +91,8 @@ class LLM:
         kv_cache_bytes: int | None = None,
         prefill_chunk_size: int | None = None,
         seed: int | None = None,
-        prompt_lookup_max: int = 8,
-        prompt_lookup_min: int = 1,
-        draft_quantization: str | None = None,
-        draft_vocab_size: int | None = None,
-        draft_vocab_corpus: str | Path | None = None,
         tensor_parallel_size: int = 1,
+        **drafting: Any,
     ) -> None:
         check_parallel(tensor_parallel_size)
         speculation = speculation_from(
@@ -107,11 +101,7 @@ class LLM:
             method=method,
             num_speculative_tokens=num_speculative_tokens,
             verification=verification,
-            prompt_lookup_max=prompt_lookup_max,
-            prompt_lookup_min=prompt_lookup_min,
-            draft_quantization=draft_quantization,
-            draft_vocab_size=draft_vocab_size,
-            draft_vocab_corpus=draft_vocab_corpus,
+            **drafting,
         )
         where = resolve_device(device, model)
         chunk = PREFILL_CHUNK[where.type == "cuda"] if prefill_chunk_size is None else prefill_chunk_size
@@ -124,9 +114,9 @@ class LLM:
         self.loaded = load_target(model, quantization, dtype=dtype, device=where, **more)
         try:
             runner = self._runner(self.loaded, exact=exact)
-            draft = load_draft(speculation, self.loaded, draft_dtype, draft_device, like=dtype)
-            self._owned += [] if draft is None else [draft.runner]
-            self._start(runner, draft, config, speculation)
+            slots = config.max_num_seqs + 1
+            site = DraftSite(speculation, self.loaded, runner, slots, draft_dtype, draft_device, dtype, self._owned)
+            self._start(runner, self._drafter(site), config, speculation)
         except BaseException:
             self.close()  # a model object that was passed in gets its attention back
             raise
@@ -134,19 +124,20 @@ class LLM:
     def _start(
         self,
         runner: TorchRunner,
-        draft: LoadedDraft | None,
+        drafter: Drafter | None,
         config: EngineConfig,
         speculation: SpeculationConfig,
     ) -> None:
         lookahead = speculation.num_speculative_tokens
-        per_slot = runner.bytes_per_slot + (draft.runner.bytes_per_slot if draft else 0)
+        per_slot = runner.bytes_per_slot + (drafter.bytes_per_slot if drafter else 0)
         working = working_bytes(self._owned, config, lookahead)
         config, self._num_blocks = sized(
             config, runner.context_length, per_slot, lookahead, runner.device, working=working
         )
-        for one in self._owned:
-            one.allocate(self._num_blocks)
-        self.engine = Engine(runner, self._drafter(draft, speculation), config, speculation, self._num_blocks)
+        runner.allocate(self._num_blocks)
+        if drafter is not None:
+            drafter.allocate(self._num_blocks)
+        self.engine = Engine(runner, drafter, config, speculation, self._num_blocks)
         self.engine.prepare(counted)
         assert config.max_model_len is not None
         self.intake = Intake(
@@ -306,8 +297,8 @@ class LLM:
         self._owned.append(runner)
         return runner
 
-    def _drafter(self, draft: LoadedDraft | None, speculation: SpeculationConfig) -> Drafter | None:
-        return make_drafter(speculation, draft, self.loaded)
+    def _drafter(self, site: DraftSite) -> Drafter | None:
+        return make_drafter(site)
 
     def _drafter_for(self, model: Any) -> Drafter:
         """Give the drafter for a request's own draft, made on first use."""

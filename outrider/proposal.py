@@ -11,9 +11,8 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_TREE_NODES", "ROOT", "Acceptance", "Proposal", "Tree"]
+__all__ = ["ROOT", "Acceptance", "Proposal", "Tree"]
 
-MAX_TREE_NODES = 63  # with their root they fill the bits of an ancestor mask
 ROOT = -1  # as a parent: the row's last committed token
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_draft_quantization",
     "check_parallel",
+    "implied_method",
     "load_target",
     "optimized",
     "resolve_device",
@@ -34,8 +35,10 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
     Raises:
         ConfigError: An unknown key, or settings that contradict each other.
     """
+    known = {field.name for field in fields(SpeculationConfig)}
+    for name in settings.keys() - known:
+        raise ConfigError(f"there is no setting {name!r}; settings of drafting are {', '.join(sorted(known))}")
     if given is not None:
-        known = {field.name for field in fields(SpeculationConfig)}
         unknown = sorted(set(given) - known - {"draft_tensor_parallel_size"})
         if unknown:
             raise ConfigError(
@@ -48,8 +51,13 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
     if isinstance(settings["model"], str) and settings["model"] in NGRAM_MODELS:
         settings |= {"model": None, "method": settings["method"] or Method.NGRAM}
     if settings["method"] is None:
-        settings["method"] = Method.NONE if settings["model"] is None else Method.DRAFT_MODEL
+        settings["method"] = implied_method(settings["model"])
     return SpeculationConfig(**settings)
+
+
+def implied_method(model: Any) -> Method:
+    """What drafts where only a model is named: heads are known by their config, all else drafts as a model."""
+    return Method.NONE if model is None else Method.DRAFT_MODEL
 
 
 def resolve_device(device: torch.device | str | None, source: Any = None) -> torch.device:

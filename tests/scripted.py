@@ -58,6 +58,7 @@ class ScriptedDrafter:
     name = "scripted"
     device_side = False  # it looks at the tokens
     makes_trees = False
+    bytes_per_slot = 0
 
     def __init__(
         self,
@@ -79,6 +80,12 @@ class ScriptedDrafter:
         self.heard: list[tuple[int, int, int]] = []  # slot, length, accepted: what `commit` was told
         self.released: list[int] = []
         self._rounds: dict[int, int] = {}
+
+    def allocate(self, num_blocks: int) -> None:
+        """Keep nothing."""
+
+    def tune(self, num_rows: Seq[int]) -> None:
+        """Make nothing ready."""
 
     def missing(self, slot: int, length: int) -> int:
         """Nothing is cached, so nothing is missing."""

@@ -19,7 +19,7 @@ LAYERS = (
     ("model", "kernels", "verify"),
     ("draft",),
     ("engine",),
-    ("llm", "setup", "wrapping", "progress", "drafters"),
+    ("llm", "setup", "wrapping", "progress", "drafters", "samples"),
     ("bench",),
     ("cli",),
 )

@@ -361,7 +361,10 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
         (("x", "--speculative-config", "{"), "error: --speculative-config is not JSON"),
         (("x", "--speculative-config", "[]"), "error: --speculative-config must be a JSON object"),
         (("x", "--speculative-config", '{"k": 1}'), "error: speculative_config does not know 'k'"),
-        (("x", "--method", "magic"), "error: method must be one of 'none', 'ngram', 'draft_model', got 'magic'"),
+        (
+            ("x", "--method", "magic"),
+            "error: method must be one of 'none', 'ngram', 'suffix', 'draft_model', 'early_exit',",
+        ),
         (("x", "--kv-cache-bytes", "some"), "error: --kv-cache-bytes must be a size"),
         (("x", "--logit-bias", "a=b"), "error: --logit-bias must be ID=VALUE"),
         (("x", "-m", "/nowhere/model"), "error: "),

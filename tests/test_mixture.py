@@ -38,7 +38,6 @@ class WithModel(LLM):
             loaded = one.loaded
         runner = TorchRunner(loaded)
         self._owned.append(runner)
-        runner.allocate(self._num_blocks)
         model = DraftModelDrafter(runner, runner.vocab_size, runner.vocab_size)
         return mixture(NGramDrafter(), model, merge=self.merge)
 

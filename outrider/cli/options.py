@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelOptions", "SamplingOptions", "byte_count", "token_biases"]
 
 MODEL, DRAFTING, SAMPLING, STOPPING = "Model", "Drafting", "Sampling", "Stopping"
+LOOKUP_METHODS = ("ngram", "suffix")
 LOOKUP_TOKENS = 10  # guesses by lookup cost next to nothing to make, and a copied passage is often long
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -73,8 +74,10 @@ class ModelOptions:
     method: Annotated[
         str | None,
         Option(
-            help="Where guesses come from: ngram (text that repeats), draft_model, or none.",
-            show_default="draft_model with a draft, else ngram",
+            help="Where guesses come from: ngram or suffix (text that repeats), draft_model, early_exit (the target's "
+            "own first layers), medusa, eagle, mtp or dflash heads, none; or several, the cheapest first: "
+            "ngram+draft_model.",
+            show_default="by the draft's config, else ngram",
             rich_help_panel=DRAFTING,
         ),
     ] = None
@@ -82,7 +85,43 @@ class ModelOptions:
         int | None,
         Option(
             help="Guesses a round at most, 0 to 64; also spelled --draft.",
-            show_default=f"{SpeculationConfig.num_speculative_tokens}, {LOOKUP_TOKENS} for ngram",
+            show_default=f"{SpeculationConfig.num_speculative_tokens}, {LOOKUP_TOKENS} for lookup",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+    tree: Annotated[
+        str | None,
+        Option(
+            metavar="auto|4x2x1",
+            help="Guess trees instead of chains: as the method likes, or so many guesses after each, level by level. "
+            "A mixture verifies its parts' guesses together.",
+            show_default="chains",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+    exit_layer: Annotated[
+        int | None,
+        Option(
+            help="early_exit: draft with so many first layers.",
+            show_default="found on sample texts",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+    skip_layers: Annotated[
+        str | None,
+        Option(
+            metavar="auto|3,5",
+            help="early_exit: draft with all layers but these instead; auto finds them on sample texts.",
+            show_default="none",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None
+    suffix_corpus: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="suffix: text or .jsonl to find guesses in, besides each request's own text.",
+            show_default="none",
             rich_help_panel=DRAFTING,
         ),
     ] = None
@@ -183,7 +222,7 @@ class ModelOptions:
         if self.method is None and self.speculative_model is None and not {"method", "model"} & set(config or ()):
             arguments["method"] = "ngram"
         if self.num_speculative_tokens is None:
-            lookup = arguments["method"] == "ngram" or (config or {}).get("method") == "ngram"
+            lookup = (config or {}).get("method", arguments["method"]) in LOOKUP_METHODS
             arguments["num_speculative_tokens"] = LOOKUP_TOKENS if lookup else SpeculationConfig.num_speculative_tokens
         return arguments
 

@@ -68,6 +68,15 @@ class DraftModelDrafter:
         """Positions that the draft was made for."""
         return self.runner.context_length
 
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that the draft's cache takes a token."""
+        return self.runner.bytes_per_slot
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the draft's cache."""
+        self.runner.allocate(num_blocks)
+
     def tune(self, num_rows: Sequence[int]) -> None:
         """Find the fastest products for a chain's passes: of two tokens a row, then of one."""
         self.runner.tune(sorted({rows * width for rows in num_rows for width in (1, self._fed_first)}))

@@ -87,8 +87,15 @@ class Drafter(Protocol):
         """
 
     @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that it keeps of one token, beside what the target keeps; 0 without a cache."""
+
+    @property
     def makes_trees(self) -> bool:
         """Whether guesses may branch: how many there are then says little about how many can be right."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make its cache, with as many blocks as the target's: both go by one block table."""
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Make ready to draft for so many rows at once, before rounds are captured."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.proposal import MAX_TREE_NODES, ROOT, Proposal
+from outrider.config import MAX_TREE_NODES
+from outrider.proposal import ROOT, Proposal
 from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
@@ -57,6 +58,16 @@ class MixtureDrafter:
         """As far as any part reaches; one beyond its own reach is left out, see `propose`."""
         lengths = [part.context_length for part in self.parts]
         return None if None in lengths else max(length for length in lengths if length is not None)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that the parts keep of one token."""
+        return sum(part.bytes_per_slot for part in self.parts)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Let the parts make their caches."""
+        for part in self.parts:
+            part.allocate(num_blocks)
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Make all parts ready."""

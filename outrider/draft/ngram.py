@@ -32,10 +32,14 @@ class NGramDrafter:
     context_length: int | None = None
     device_side = True
     makes_trees = False
+    bytes_per_slot = 0
 
     def __init__(self, max_size: int = 8, min_size: int = 1) -> None:
         self._max_size = max_size
         self._min_size = min_size
+
+    def allocate(self, num_blocks: int) -> None:
+        """Nothing is cached."""
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Nothing to make ready."""
