@@ -12,9 +12,11 @@ from outrider import SamplingParams
 from outrider.config import Verification
 from outrider.draft.ngram import NGramDrafter
 from outrider.engine import graphs as graphs_module
-from outrider.engine.graphs import RoundGraphs
+from outrider.engine.graphs import Given, RoundGraphs
 from outrider.engine.state import DeviceState
+from outrider.proposal import Proposal
 from outrider.sequence import Request, Sequence
+from tests.scripted import ScriptedDrafter
 
 CPU = torch.device("cpu")
 
@@ -59,6 +61,27 @@ def test_usual_rounds_are_captured_at_start_the_largest_first() -> None:
     lengths = [(5, True), (3, True), (2, True), (1, True), (0, False)]
     assert shapes(found) == [(rows, *one) for rows in (6, 4, 2, 1) for one in lengths]
     assert found.num_captured == 20
+
+
+def test_rounds_that_take_guesses_from_outside_are_captured_for_drafters_that_need_the_host() -> None:
+    found, state = made(ScriptedDrafter())
+    assert shapes(found)[:5] == [(6, 5, True), (6, 3, True), (6, 2, True), (6, 1, True), (6, 0, False)]
+    assert {one.given for one in found.captures if one.drafted} == {Given(parents=False, sources=False)}
+    row = admitted(state, temperature=0)
+    chain = Proposal(torch.tensor([[5, 6, 7, 8]]), torch.tensor([4]))
+    assert found.replay([row], [4], None) is None  # guesses must be brought along
+    served: Any = found.replay([row], [4], None, chain)
+    assert (served.num_rows, served.num_tokens, served.given.parents) == (1, 5, False)
+    assert len(found.captures) == 20
+    tree = Proposal(chain.tokens, chain.lengths, None, torch.tensor([[-1, -1, 0, 0]]))
+    served = found.replay([row], [4], None, tree)
+    assert (served.num_tokens, served.given.parents) == (5, True)
+    read = found._guesses.proposal(2, 5, served.given)
+    assert (read.tokens[0, :4].tolist(), read.lengths.tolist()) == ([5, 6, 7, 8], [4, 0])
+    assert read.parents is not None
+    assert read.parents[0, :4].tolist() == [-1, -1, 0, 0]
+    drawn = Proposal(chain.tokens, chain.lengths, torch.ones(1, 4, 9))
+    assert found.replay([row], [4], None, drawn) is None
 
 
 def test_without_a_drafter_only_plain_rounds_are() -> None:

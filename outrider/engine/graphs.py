@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.config import MAX_DRAFT_TOKENS, MAX_TREE_NODES
+from outrider.draft.drafter import PartedDrafter
 from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
+from outrider.proposal import Proposal
 from outrider.sampling.rules import RuleFlags
 from outrider.sampling.upload import upload
 
@@ -42,6 +45,14 @@ TIMED_REPLAYS = 3
 
 
 @dataclass(frozen=True)
+class Given:
+    """What is known of guesses besides their tokens and number."""
+
+    parents: bool
+    sources: bool
+
+
+@dataclass(frozen=True)
 class Bucket:
     """What a captured round is made for.
 
@@ -52,6 +63,8 @@ class Bucket:
         flags: Kinds of rule in force.
         num_logprobs: Likeliest tokens to report on; None for no report.
         shapes: Of the ragged rule tables that it reads: when one grows, it moves.
+        given: What guesses it takes that were made outside of it, by a drafter that needs the host; None: it makes
+            its own.
     """
 
     num_rows: int
@@ -60,6 +73,7 @@ class Bucket:
     flags: RuleFlags
     num_logprobs: int | None = None
     shapes: tuple[torch.Size, ...] = ()
+    given: Given | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class RoundGraphs:
         runner: The target.
         state: The device rows.
         verification: How guesses are judged.
-        drafter: Who guesses; None, or one that needs the host, leaves plain rounds to capture.
+        drafter: Who guesses; one that needs the host does so before a round, and what follows is captured.
         most: Guesses that a round makes where no request asks for more.
         exact: All rounds have one width and one number of rows.
     """
@@ -93,10 +107,14 @@ class RoundGraphs:
         self._runner, self._state = runner, state
         self._verification, self._exact = verification, exact
         self._drafter = drafter if drafter is not None and drafter.device_side else None
+        self._usual: Given | None = None  # guesses that come from outside
+        if drafter is not None and not drafter.device_side:
+            self._usual = Given(drafter.makes_trees, isinstance(drafter, PartedDrafter))
         self._most = most
         self._num_rows = len(state.lengths) - 1
         self._index = torch.full((self._num_rows,), state.idle, device=state.device)
         self._allowance = torch.zeros(self._num_rows, dtype=torch.long, device=state.device)
+        self._guesses = _GivenGuesses(self._num_rows, state.device)
         self._sent: tuple[list[int], list[int]] | None = None
         self._captured: dict[Bucket, _Captured | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -116,10 +134,11 @@ class RoundGraphs:
         rows = [self._num_rows] if self._exact else _row_counts(self._num_rows)
         lengths = [self._most] if self._exact else sorted({one for one in (*LENGTHS, self._most) if one <= self._most})
         kinds = [(lengths[0], False)]  # plain decoding: in exact mode, too, as wide as the rest
-        if self._drafter is not None:
+        if self._drafter is not None or self._usual is not None:
             kinds += [(length, True) for length in lengths if length]
+        shapes = self._state.rules.shapes(SAMPLED)
         buckets = [
-            Bucket(num_rows, length, drafted, SAMPLED, None, self._state.rules.shapes(SAMPLED))
+            Bucket(num_rows, length, drafted, SAMPLED, None, shapes, self._usual if drafted else None)
             for num_rows in reversed(rows)  # the largest first: the others then fit into its memory
             for length, drafted in reversed(kinds)
         ]
@@ -135,23 +154,40 @@ class RoundGraphs:
         took = tuned - began, time.perf_counter() - tuned
         logger.info("products tuned in %.1f s, %d rounds captured in %.1f s", took[0], self.num_captured, took[1])
 
-    def replay(self, sequences: list[Sequence], wanted: list[int], num_logprobs: int | None) -> RoundResult | None:
-        """Start a round for `sequences`, each allowed its `wanted` guesses; None where it cannot be captured."""
+    def replay(
+        self,
+        sequences: list[Sequence],
+        wanted: list[int],
+        num_logprobs: int | None,
+        proposal: Proposal | None = None,
+    ) -> RoundResult | None:
+        """Start a round for `sequences`, each allowed its `wanted` guesses; None where it cannot be captured.
+
+        `proposal` has guesses that were made already, for these rows in this order: the round verifies them. Those
+        that come with their q are not captured.
+        """
         drafted = any(wanted)
-        if drafted and self._drafter is None:
+        if drafted and (self._drafter is None if proposal is None else proposal.probs is not None):
             return None
         num_rows = self._num_rows if self._exact else 1 << (len(sequences) - 1).bit_length()
         num_rows = min(num_rows, self._num_rows)
         slots = self._state.places(sequences, num_rows)
-        length = self._most if self._exact else min(one for one in (*LENGTHS, self._most) if one >= max(wanted))
+        most = max(wanted) if proposal is None else proposal.num_tokens
+        sizes = (*LENGTHS, self._most) if proposal is None or proposal.parents is None else (*LENGTHS, MAX_TREE_NODES)
+        length = self._most if self._exact else min(one for one in sizes if one >= most)
         report = None if num_logprobs is None else min((one for one in REPORTS if one >= num_logprobs), default=None)
         if num_logprobs is not None and report is None:
             return None
         flags = self._state.rules.flags(slots)
         flags = SAMPLED if flags.simple else replace(flags, random=True)
-        captured = self._ready(Bucket(num_rows, length, drafted, flags, report, self._state.rules.shapes(flags)))
+        shapes, given = self._state.rules.shapes(flags), None
+        if proposal is not None:
+            given = Given(proposal.parents is not None, proposal.sources is not None)
+        captured = self._ready(Bucket(num_rows, length, drafted, flags, report, shapes, given))
         if captured is None:
             return None
+        if proposal is not None:
+            self._guesses.fill(proposal)
         self._send(slots, wanted + [0] * (num_rows - len(wanted)))
         captured.graph.replay()
         self.num_replays += 1
@@ -212,7 +248,16 @@ class RoundGraphs:
         return _Captured(graph, result)
 
     def _round(self, bucket: Bucket) -> RoundResult:
-        plan = RoundPlan(
+        if bucket.given is not None:
+            plan = replace(self._plan(bucket), drafting=())
+            proposal = self._guesses.proposal(bucket.num_rows, bucket.num_tokens, bucket.given)
+            return verify(plan, proposal.limited(plan.allowance, self._runner.vocab_size), self._runner, self._state)
+        plan = self._plan(bucket)
+        proposal, _ = propose(plan, self._runner.vocab_size, _raise)
+        return verify(plan, proposal, self._runner, self._state)
+
+    def _plan(self, bucket: Bucket) -> RoundPlan:
+        return RoundPlan(
             rows=self._state.gather_at(self._index[: bucket.num_rows], bucket.flags),
             allowance=self._allowance[: bucket.num_rows],
             num_tokens=bucket.num_tokens,
@@ -221,8 +266,32 @@ class RoundGraphs:
             num_logprobs=bucket.num_logprobs,
             fixed_width=self._exact,
         )
-        proposal, _ = propose(plan, self._runner.vocab_size, _raise)
-        return verify(plan, proposal, self._runner, self._state)
+
+
+class _GivenGuesses:
+    """Guesses that a captured round reads: filled by the host before it starts."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        shape = num_rows, MAX_DRAFT_TOKENS
+        self._columns = {name: torch.zeros(shape, dtype=torch.long, device=device) for name in ("tokens", "sources")}
+        self._columns["parents"] = (torch.arange(MAX_DRAFT_TOKENS, device=device) - 1).repeat(num_rows, 1)
+        self._lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
+
+    def fill(self, proposal: Proposal) -> None:
+        """Put a proposal's rows first; the rest has no guesses."""
+        rows, width = proposal.tokens.shape
+        for name, column in self._columns.items():
+            value = getattr(proposal, name)
+            if value is not None:
+                column[:rows, :width] = value
+        self._lengths[:rows] = proposal.lengths
+        self._lengths[rows:] = 0
+
+    def proposal(self, num_rows: int, num_tokens: int, given: Given) -> Proposal:
+        """Give what lies there now, as a captured round will find it."""
+        tokens, sources, parents = (column[:num_rows, :num_tokens] for column in self._columns.values())
+        lengths = self._lengths[:num_rows]
+        return Proposal(tokens, lengths, None, parents if given.parents else None, sources if given.sources else None)
 
 
 def _raise(drafter: Drafter, error: Exception) -> None:
