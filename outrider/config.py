@@ -106,6 +106,7 @@ class SpeculationConfig:
         prompt_lookup_max: Longest run of tokens that lookup matches.
         prompt_lookup_min: Shortest one.
         suffix_corpus: A text or .jsonl file in which suffix lookup finds guesses too.
+        suffix_sharing: Let suffix lookup find guesses in what earlier requests of the same scope (API key) were given.
         exit_layer: early_exit: draft with so many first layers; None searches for the best number.
         skip_layers: early_exit: draft with all layers but these; "auto" searches for them.
         allow_failure: Go on without a draft (with a warning) where it cannot be loaded.
@@ -126,6 +127,7 @@ class SpeculationConfig:
     prompt_lookup_max: int = 8
     prompt_lookup_min: int = 1
     suffix_corpus: str | Path | None = None
+    suffix_sharing: bool = False
     exit_layer: int | None = None
     skip_layers: str | tuple[int, ...] | None = None
     allow_failure: bool = False
@@ -172,9 +174,10 @@ class SpeculationConfig:
 
     def _check_own_settings(self) -> None:
         """Check settings that belong to one method."""
-        owners = {"suffix_corpus": Method.SUFFIX, "exit_layer": Method.EARLY_EXIT, "skip_layers": Method.EARLY_EXIT}
+        owners = {"suffix_corpus": Method.SUFFIX, "suffix_sharing": Method.SUFFIX}
+        owners |= {"exit_layer": Method.EARLY_EXIT, "skip_layers": Method.EARLY_EXIT}
         for name, method in owners.items():
-            if getattr(self, name) is not None and method not in self.methods:
+            if getattr(self, name) not in (None, False) and method not in self.methods:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is for method {str(method)!r}, not {self.method!r}")
         if self.exit_layer is not None:
             _whole("exit_layer", self.exit_layer, 1)

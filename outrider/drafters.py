@@ -16,6 +16,7 @@ from outrider.draft.early_exit import best_exit, best_skips, kept_layers, own_te
 from outrider.draft.mixture import MixtureDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.shortlist import frequent_ids
+from outrider.draft.suffix import SuffixDrafter
 from outrider.draft.vocab import check_vocabulary
 from outrider.errors import CapacityError, ConfigError, OutriderError
 from outrider.model.load import LoadedModel, load_model
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DraftSite", "make_drafter"]
 
+SUFFIX_BRANCHES = 3  # ways on after each guess, where lookup guesses trees
+
 
 @dataclass(frozen=True)
 class DraftSite:
@@ -44,6 +47,7 @@ class DraftSite:
         num_slots: Rows of the engine, the idle one included.
         dtype, device: Of the draft, as the user named them.
         like: The target's dtype as the user named it: a draft's where no other is asked for.
+        scope_of: Says whose text a slot holds; None for nobody's.
         owned: Runners that were made for drafting, to be closed with the engine.
     """
 
@@ -55,6 +59,7 @@ class DraftSite:
     device: torch.device | str | None = None
     like: torch.dtype | str | None = None
     owned: list[TorchRunner] = field(default_factory=list)
+    scope_of: Callable[[int], str | None] | None = None
 
 
 def make_drafter(site: DraftSite) -> Drafter | None:
@@ -166,6 +171,20 @@ def _ngram(site: DraftSite) -> Drafter:
     return NGramDrafter(site.speculation.prompt_lookup_max, site.speculation.prompt_lookup_min)
 
 
+def _suffix(site: DraftSite) -> Drafter:
+    speculation = site.speculation
+    tokenizer: Any = site.target.tokenizer
+    if speculation.suffix_corpus is not None and tokenizer is None:
+        raise ConfigError("suffix_corpus needs a tokenizer, and the target has none; leave it out")
+    return SuffixDrafter(
+        branches=SUFFIX_BRANCHES if speculation.tree is not None and len(speculation.methods) == 1 else 1,
+        sharing=speculation.suffix_sharing,
+        scope_of=site.scope_of,
+        corpus=speculation.suffix_corpus,
+        tokenize=lambda text: tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
+    )
+
+
 def _early_exit(site: DraftSite) -> Drafter:
     """The target's own layers: those that were named, or those that the search finds on sample texts."""
     speculation, runner, num_layers = site.speculation, site.runner, len(site.runner.layers)
@@ -190,6 +209,7 @@ def _sample_ids(site: DraftSite) -> list[list[int]]:
 MAKERS: dict[Method, Callable[[DraftSite], Drafter | None]] = {
     Method.NONE: lambda _: None,
     Method.NGRAM: _ngram,
+    Method.SUFFIX: _suffix,
     Method.DRAFT_MODEL: _draft_model,
     Method.EARLY_EXIT: _early_exit,
 }

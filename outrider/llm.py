@@ -115,7 +115,8 @@ class LLM:
         try:
             runner = self._runner(self.loaded, exact=exact)
             slots = config.max_num_seqs + 1
-            site = DraftSite(speculation, self.loaded, runner, slots, draft_dtype, draft_device, dtype, self._owned)
+            how = (draft_dtype, draft_device, dtype, self._owned, self._scope_of)
+            site = DraftSite(speculation, self.loaded, runner, slots, *how)
             self._start(runner, self._drafter(site), config, speculation)
         except BaseException:
             self.close()  # a model object that was passed in gets its attention back
@@ -296,6 +297,10 @@ class LLM:
         runner = TorchRunner(loaded, exact=exact)
         self._owned.append(runner)
         return runner
+
+    def _scope_of(self, slot: int) -> str | None:
+        holder = self.engine.state.holder(slot) if hasattr(self, "engine") else None
+        return None if holder is None else holder.request.scope
 
     def _drafter(self, site: DraftSite) -> Drafter | None:
         return make_drafter(site)

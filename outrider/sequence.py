@@ -34,6 +34,7 @@ class Request:
         own_stop_ids: Those of them that the request named.
         bad_words: Token sequences not to be completed.
         drafter: A drafter for this request alone.
+        scope: Whose it is, such as an API key's name: drafters share texts within a scope alone.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Request:
     own_stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     drafter: Any = None
+    scope: str = ""
     arrival: float = field(default_factory=time.perf_counter)
 
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
+from outrider.draft.prediction import PredictionDrafter
 from outrider.engine.detokenizer import Detokenizer
 from outrider.errors import InvalidRequestError
 from outrider.sampling.params import SamplingParams
@@ -55,8 +56,8 @@ class Intake:
         self._drafter_for = drafter_for
         self._numbers = itertools.count()
 
-    def request(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> Request:
-        """Check one prompt with its parameters.
+    def request(self, prompt: Any, params: SamplingParams, request_id: str | None = None, scope: str = "") -> Request:
+        """Check one prompt with its parameters; `scope` says whose it is.
 
         Raises:
             InvalidRequestError: The prompt is empty, too long or holds unknown ids, or a parameter does not fit.
@@ -76,8 +77,22 @@ class Intake:
             end_ids=own if params.ignore_eos else own | frozenset(self._eos_token_ids),
             own_stop_ids=own,
             bad_words=self._bad_words(params.bad_words),
-            drafter=None if params.speculative_model is None else self._drafter_for(params.speculative_model),
+            drafter=self._drafter(params, len(ids)),
+            scope=scope,
         )
+
+    def _drafter(self, params: SamplingParams, prompt_length: int) -> Drafter | None:
+        """Give the drafter for this request alone, if it asks for one."""
+        if params.speculative_model is not None:
+            return self._drafter_for(params.speculative_model)
+        if params.prediction is None or params.draft_length == 0:
+            return None
+        expected = params.prediction
+        if isinstance(expected, str):
+            if self._tokenizer is None:
+                raise InvalidRequestError("prediction as text needs a tokenizer, and this model has none; pass ids")
+            expected = list(self._tokenizer(expected, add_special_tokens=False, verbose=False).input_ids)
+        return PredictionDrafter(expected[: self._max_model_len], prompt_length)
 
     def sequences(self, request: Request) -> list[Sequence]:
         """Make the request's n sequences; with max_tokens 0 they are finished as they are."""
@@ -143,10 +158,10 @@ class Intake:
                 f"speculation of {asked} tokens is beyond this engine's {self._longest_draft}; ask for less, "
                 "or start it with num_speculative_tokens to match"
             )
-        if asked and not self._can_draft and params.speculative_model is None:
+        if asked and not self._can_draft and params.speculative_model is None and params.prediction is None:
             raise InvalidRequestError(
                 f"speculation of {asked} tokens needs a drafter, and this engine has none; start it with "
-                "method='ngram' or speculative_model=..., or leave speculation at 'auto'"
+                "method='ngram' or speculative_model=..., pass a prediction, or leave speculation at 'auto'"
             )
 
     def _bad_words(self, words: Any) -> tuple[tuple[int, ...], ...]:

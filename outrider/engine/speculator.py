@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.draft.drafter import PartedDrafter
 from outrider.engine.controller import Controller, Costs
@@ -57,15 +57,16 @@ class Speculator:
         self._runner, self._state = runner, state
         self._num_tokens, self._longest = num_tokens, longest
         self._independent, self._adaptive = independent, adaptive
-        self._drafters: list[Drafter] = [] if drafter is None else [drafter]
-        self._failures: dict[int, int] = {}  # of each drafter, in a row
+        # Requests bring drafters of their own: known as long as anybody holds them.
+        self._drafters: WeakSet[Drafter] = WeakSet([] if drafter is None else [drafter])
+        self._failures: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()  # of each drafter, in a row
         self._limited: WeakSet[Sequence] = WeakSet()
         self._controller: Controller | None = None
 
     def meet(self, drafter: Drafter | None) -> None:
         """Get to know a request's own drafter."""
-        if drafter is not None and drafter not in self._drafters:
-            self._drafters.append(drafter)
+        if drafter is not None:
+            self._drafters.add(drafter)
 
     def prepare(self, costs: Costs | None = None) -> None:
         """Measure what passes and drafts cost now, rather than in the first request's time; or take it as given."""
@@ -114,14 +115,13 @@ class Speculator:
 
     def shares(self, ready: list[Sequence], wanted: list[int]) -> tuple[Drafting, ...]:
         """Give each drafter the rows that it drafts for."""
-        shares = []
-        for drafter in self._drafters:
-            members = tuple(
-                place for place, one in enumerate(ready) if wanted[place] and self._drafter_of(one) is drafter
-            )
-            if members:
-                shares.append(Drafting(drafter, members, upload(members, self._state.device)))
-        return tuple(shares)
+        members: dict[int, tuple[Drafter, list[int]]] = {}
+        for place, one in enumerate(ready):
+            drafter = self._drafter_of(one)
+            if wanted[place] and drafter is not None:
+                members.setdefault(id(drafter), (drafter, []))[1].append(place)
+        device = self._state.device
+        return tuple(Drafting(drafter, tuple(rows), upload(rows, device)) for drafter, rows in members.values())
 
     def lone_drafter(self, sequences: list[Sequence], wanted: list[int]) -> Drafter | None:
         """Give the drafter of all rows that want guesses, where it is one."""
@@ -136,7 +136,7 @@ class Speculator:
     def _drafter_of(self, sequence: Sequence) -> Drafter | None:
         own: Drafter | None = sequence.request.drafter
         drafter = own if own is not None else self.drafter
-        return None if drafter is None or self._failures.get(id(drafter), 0) >= MOST_FAILURES else drafter
+        return None if drafter is None or self._failures.get(drafter, 0) >= MOST_FAILURES else drafter
 
     def _length(self, sequence: Sequence, num_rows: int) -> int:
         """Choose a row's guesses: as wished, within what is left to generate and the draft's reach."""
@@ -190,7 +190,7 @@ class Speculator:
             right = tuple(tuple(-1 if not made else good for made, good in counts) for counts in each)
             self._guarded(drafter, partial(drafter.credit, told[0], right))
         if self._guarded(drafter, partial(drafter.commit, *told, tuple(accepted))):
-            self._failures.pop(id(drafter), None)
+            self._failures.pop(drafter, None)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Take in how a sequence's guesses fared, for the lengths to come."""
@@ -199,14 +199,13 @@ class Speculator:
 
     def release(self, slot: int) -> None:
         """Let every drafter forget a slot."""
-        for drafter in self._drafters:
+        for drafter in list(self._drafters):
             self._guarded(drafter, partial(drafter.release, slot))
 
     def failed(self, drafter: Drafter, error: Exception) -> None:
         """Count a failure; a drafter that fails again and again is switched off. Requests go on."""
         self.num_failures += 1
-        count = self._failures.get(id(drafter), 0) + 1
-        self._failures[id(drafter)] = count
+        count = self._failures[drafter] = self._failures.get(drafter, 0) + 1
         verdict = "switched off" if count >= MOST_FAILURES else "this round goes on without it"
         logger.warning("drafter %s failed (%s: %s); %s", drafter.name, type(error).__name__, error, verdict)
 

@@ -100,6 +100,10 @@ class DeviceState:
         """Slots that nobody holds."""
         return len(self._free)
 
+    def holder(self, slot: int) -> Sequence | None:
+        """The sequence in a slot."""
+        return self._holders.get(slot)
+
     def admit(self, sequence: Sequence) -> None:
         """Give a sequence a slot and write its tokens and rules there."""
         slot = self._free.pop()
