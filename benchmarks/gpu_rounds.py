@@ -28,6 +28,7 @@ from benchmarks.gpu_figures import (  # noqa: E402
     AGREEMENT,
     OURS,
     PEER,
+    PLAIN_DRAFT,
     STOCK,
     cell_of,
     floor_rate,
@@ -93,6 +94,8 @@ class Run:
         try:
             self._setup()
             self._ours(self.lead)
+            for kind in self.options.also_drafts:
+                self._ours(self.lead, kind)
             if self.options.peer_site is not None:
                 for lookahead in PEER_LOOKAHEAD[:2]:
                     self._peer(lookahead)
@@ -124,11 +127,14 @@ class Run:
         self.record |= {name: self.facts[name] for name in ("card", "copy", "weights", "pair_seconds")}
         self.console.print(f"{self.facts['card']}: copies at {self.facts['copy']['gb_per_second']:.0f} GB/s")
 
-    def _ours(self, agreement: float) -> None:
+    def _ours(self, agreement: float, quantization: str | None = None) -> None:
+        """Run our cells of one agreement; with weights of the draft quantised, those that draft."""
         if OURS not in self.options.engines:
             return
+        kind = quantization or self.options.draft_quantization
         first = self.options.contexts[0]
-        cells = [cell for cell in self._cells() if agreement == self.lead or (cell[1] and cell[2] == first)]
+        whole = agreement == self.lead and quantization is None
+        cells = [cell for cell in self._cells() if whole or (cell[1] and cell[2] == first)]
         if not cells:
             return
         job = {
@@ -136,12 +142,12 @@ class Run:
             "draft_folder": self._draft(agreement),
             "cells": cells,
             "tokens": self.options.tokens,
-            "draft_quantization": self.options.draft_quantization,
+            "draft_quantization": kind,
         }
         cold = not has_compiled_kernels(self.fresh)
-        label = f"agreement {agreement:g}"
+        label = f"agreement {agreement:g}" + (f", {kind} draft" if kind else "")
         lines = self._stage("ours", f"{OURS}, {label}", job, needed=LEAST_SECONDS[OURS])
-        self._take(OURS, lines, setting=label, cold=cold)
+        self._take(OURS, lines, setting=label, cold=cold, draft=kind or PLAIN_DRAFT)
 
     def _peer(self, lookahead: int) -> None:
         if PEER not in self.options.engines or (lookahead and lookahead not in self.options.lookahead):
@@ -255,7 +261,7 @@ class Run:
                 told = {"engine": engine, "setting": setting} | ({} if cold is None else {"cold": cold})
                 self.record["start_up"].append(told | total | spent)
             if "cell" in line:
-                raw = known | line["cell"]
+                raw = {"draft": PLAIN_DRAFT} | known | line["cell"]
                 starts = json.loads((self.work / f"prompts-{raw['context']}.json").read_text(encoding="utf-8"))
                 texts = enumerate(raw["token_ids"])
                 wrong = sum(self.saying.mismatches(starts[place % len(starts)], ids) for place, ids in texts)
@@ -311,6 +317,7 @@ def _options() -> argparse.Namespace:
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     add("--skip-transformers", action="store_true")
     add("--peer-site", type=Path, help="a folder that vLLM and what it needs were unpacked into")
+    add("--also-drafts", nargs="*", default=["int4"], metavar="KIND", help="ours with such weights in the draft (int4)")
     add("--cold", action="store_true", help="begin with empty compile caches")
     add("--budget", type=float, default=575, help="seconds for everything; what does not fit is left out (575)")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
@@ -318,6 +325,8 @@ def _options() -> argparse.Namespace:
     for name, value in (TINY if options.tiny else FULL).items():
         if getattr(options, name, None) is None:
             setattr(options, name, value)
+    if options.tiny:  # a CPU: as good as any
+        options.also_drafts = []
     options.peer_contexts = options.peer_contexts or options.contexts[:1]
     options.work = options.work.expanduser().resolve()
     if options.tiny:

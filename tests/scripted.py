@@ -103,7 +103,8 @@ class ScriptedDrafter:
         ]
         tokens = torch.tensor(chains, dtype=torch.long).view(len(chains), num_tokens)
         proposal = Proposal(tokens, torch.full((len(chains),), num_tokens), self._probs(tokens))
-        return proposal if self.fault is None else self.fault(proposal, self.calls, rows)
+        made = proposal if self.fault is None else self.fault(proposal, self.calls, rows)
+        return made.to(rows.lengths.device)
 
     def _chain(self, slot: int, known: tuple[int, ...], num_tokens: int) -> list[int]:
         turn = self._rounds[slot] = self._rounds.get(slot, -1) + 1

@@ -48,7 +48,7 @@ class LLM:
 
 def cell(engine: str, rate: float, rows: int = 1, lookahead: int = 0, agreement: float = 0.8, **more: Any) -> Any:
     """A cell of 256 tokens a row at `rate` tokens a second in all."""
-    raw = {"rows": rows, "lookahead": lookahead, "agreement": agreement, "context": 200}
+    raw = {"rows": rows, "lookahead": lookahead, "agreement": agreement, "context": 200, "draft": "bf16"}
     raw |= {"seconds": [9.0, *[256 * rows / rate] * 3], "token_ids": [[0] * 256] * rows}
     raw |= {"rounds": [{"ms": 1.0, "tokens": 2.0}] * 4}
     return cell_of(engine, raw | more, 0)
@@ -91,11 +91,13 @@ def test_plain_cells_are_found_whatever_the_agreement() -> None:
 
 def test_goals_can_be_missed_and_may_not_have_been_measured() -> None:
     cells = [cell(OURS, 180), cell(OURS, 330, lookahead=5), cell(PEER, 200, lookahead=5), cell(PEER, 230, lookahead=3)]
+    cells.append({**cell(OURS, 350, lookahead=5), "draft": "int4"})
     start = [{"engine": OURS, "cold": True, "all": 45.0}, {"engine": OURS, "cold": False, "all": 12.0}]
     found = {one["goal"]: one["reached"] for one in goals(cells, start)}
     assert found["1 row, plain, tok/s"] is True
-    assert found["1 row, K=5, tok/s"] is False
-    assert found["1 row, K=5, by vLLM's best speculative"] is False  # 330 by 230, not by 200
+    assert found["1 row, K=5, bf16 draft, tok/s"] is False
+    assert found["1 row, K=5, int4 draft, tok/s"] is True
+    assert found["1 row, K=5, bf16 draft, by vLLM's best speculative"] is False  # 330 by 230, not by 200
     assert found["16 rows, best, tok/s"] is None
     assert found["start to first token, cold, s"] is False
     assert found["start to first token, warm cache, s"] is True

@@ -71,7 +71,7 @@ class PredictionDrafter:
     def __init__(self, tokens: Sequence[int], prompt_length: int | None = None, *, min_match: int = 3) -> None:
         if min_match < 1:
             raise ConfigError(f"prediction: min_match must be at least 1, got {min_match}")
-        self._prediction = array("q", tokens)
+        self._prediction = array("q", list(tokens))  # bytes alone would be taken for the memory of an array
         self._min_match = min_match
         self._prompt_length = prompt_length
         self._rows: dict[int, _Row] = {}

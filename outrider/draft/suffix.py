@@ -109,8 +109,8 @@ class SuffixDrafter:
         own_tokens: Of a row's own text, how much is searched at most; in a longer one its second half at least.
         sharing: Whether outputs are kept for later requests of the same scope.
         shared_tokens: Tokens of outputs that are kept at most, of all scopes together.
-        scope_of: Says whose text a slot holds, None for nobody's; asked when a slot is first seen, and for the idle one,
-            too, on which drafters are timed.
+        scope_of: Says whose text a slot holds, None for nobody's; asked when a slot is first seen. On the idle slot
+            drafters are timed: it is nobody's.
         corpus: A text that all rows may copy from: a text file, or `.jsonl` of strings or records of strings.
         tokenize: From the corpus' text to ids, no special tokens added.
         corpus_tokens: Tokens of the corpus that are taken in at most.
