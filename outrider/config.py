@@ -22,6 +22,7 @@ __all__ = [
 
 MAX_DRAFT_TOKENS = 64
 MAX_TREE_NODES = 63  # with their root they fill the bits of an ancestor mask
+CROSSINGS = ("off", "auto", "tokens", "text")
 DRAFT_QUANTIZATIONS = ("fp8", "int8", "int4")
 
 
@@ -103,6 +104,8 @@ class SpeculationConfig:
         verification: "coupled", "rejection", "block" or (lossy) "typical".
         tree: Guess trees: "auto" lets the method choose their shape; "4x2x1" has 4 guesses first, 2 after each of
             them, 1 after each of those; None guesses chains. A mixture joins its parts' guesses in one tree.
+        cross_vocabulary: Let a draft model guess whose tokenizer is another: by the tokens that both know ("tokens"),
+            by text ("text"), or whichever suits ("auto"). "off" takes such a pair for a mistake.
         prompt_lookup_max: Longest run of tokens that lookup matches.
         prompt_lookup_min: Shortest one.
         suffix_corpus: A text or .jsonl file in which suffix lookup finds guesses too.
@@ -124,6 +127,7 @@ class SpeculationConfig:
     num_speculative_tokens: int = 5
     verification: Verification = Verification.COUPLED
     tree: str | None = None
+    cross_vocabulary: str = "off"
     prompt_lookup_max: int = 8
     prompt_lookup_min: int = 1
     suffix_corpus: str | Path | None = None
@@ -221,6 +225,9 @@ class SpeculationConfig:
                     f"{name}={value!r} is for a draft model, and method {self.method!r} has none; "
                     "pass speculative_model=... or leave it out"
                 )
+        if self.cross_vocabulary not in CROSSINGS:
+            allowed = ", ".join(map(repr, CROSSINGS))
+            raise ConfigError(f"cross_vocabulary must be one of {allowed}, got {self.cross_vocabulary!r}")
         if self.draft_quantization is not None and self.draft_quantization not in DRAFT_QUANTIZATIONS:
             allowed = ", ".join(map(repr, DRAFT_QUANTIZATIONS))
             raise ConfigError(f"draft_quantization must be one of {allowed} or None, got {self.draft_quantization!r}")

@@ -6,9 +6,8 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.config import EngineConfig, SpeculationConfig
-from outrider.draft.draft_model import DraftModelDrafter
-from outrider.draft.vocab import check_vocabulary
-from outrider.drafters import DraftSite, make_drafter
+from outrider.draft_models import DraftSite, drafter_over
+from outrider.drafters import make_drafter
 from outrider.engine.engine import Engine
 from outrider.engine.intake import Intake, listed, paired
 from outrider.engine.memory import sized, working_bytes
@@ -310,10 +309,9 @@ class LLM:
         if not isinstance(model, LLM):
             raise InvalidRequestError(f"speculative_model in SamplingParams must be an LLM, got {type(model).__name__}")
         if id(model) not in self._drafters:
-            shared = check_vocabulary(self.loaded, model.loaded)
-            runner = self._runner(model.loaded)
-            runner.allocate(self._num_blocks)
             name = f"draft_model:{model.loaded.name}:{len(self._drafters) + 1}"  # costs are kept by name
-            drafter = DraftModelDrafter(runner, self.loaded.vocab_size, shared.size, name, follows=self.loaded.device)
+            crossing = self.engine.speculation.cross_vocabulary
+            drafter = drafter_over(model.loaded, self.loaded, self._owned, crossing, name=name)
+            drafter.allocate(self._num_blocks)
             self._drafters[id(model)] = (model, drafter)
         return self._drafters[id(model)][1]

@@ -99,6 +99,14 @@ class ModelOptions:
             rich_help_panel=DRAFTING,
         ),
     ] = None
+    cross_vocabulary: Annotated[
+        str,
+        Option(
+            metavar="off|auto|tokens|text",
+            help="Let a draft with another tokenizer guess, by tokens that both know, by text, or whichever suits.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = SpeculationConfig.cross_vocabulary
     exit_layer: Annotated[
         int | None,
         Option(

@@ -19,7 +19,10 @@ __all__ = ["HasVocabulary", "SharedVocabulary", "check_vocabulary"]
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = "use a draft of the target's own family (trained with the same tokenizer), or a drafter without a model"
+_REMEDY = (
+    "use a draft of the target's own family (trained with the same tokenizer), a drafter without a model, or "
+    "cross_vocabulary='auto' to let guesses cross between the two"
+)
 _SPECIALS = ("bos_token_id", "eos_token_id")
 
 
