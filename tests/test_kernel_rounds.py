@@ -15,7 +15,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.engine.controller import CostModel
 from outrider.engine.engine import Engine
-from outrider.model.paged import PagedStep
+from outrider.model.device_decoder import DeviceDecoder
 from tests.interpreter import mended_interpreter
 from tests.tiny import byte_tokenizer, greedy, save, tiny_draft, tiny_family, tiny_target
 
@@ -92,8 +92,8 @@ def test_a_model_that_is_loaded_runs_on_fused_kernels(tmp_path: Any, monkeypatch
     target = tiny_target(**SIZES)
     folder = str(save(target.to(torch.bfloat16), byte_tokenizer(), tmp_path))
     seen: list[type] = []
-    store = PagedStep.attend
-    monkeypatch.setattr(PagedStep, "attend", lambda self, *args: seen.append(type(self)) or store(self, *args))
+    run = DeviceDecoder.hidden
+    monkeypatch.setattr(DeviceDecoder, "hidden", lambda self, *args: seen.append(type(self)) or run(self, *args))
     with LLM(folder, device="cpu", method="ngram") as llm:
         assert llm.engine.runner.dtype is torch.bfloat16
         assert llm.engine.runner.network.device_decoder is not None

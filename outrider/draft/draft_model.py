@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from outrider.draft.catching_up import runs
 from outrider.kernels.choose import take
 from outrider.kernels.launch import uses_kernels
 from outrider.proposal import Proposal
@@ -17,7 +18,7 @@ from outrider.sampling.rules import Prefix
 from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from outrider.draft.drafter import DraftRows
     from outrider.model.runner import Runner
@@ -78,8 +79,8 @@ class DraftModelDrafter:
         self.runner.allocate(num_blocks)
 
     def tune(self, num_rows: Sequence[int]) -> None:
-        """Find the fastest products for a chain's passes: of two tokens a row, then of one."""
-        self.runner.tune(sorted({rows * width for rows in num_rows for width in (1, self._fed_first)}))
+        """Make a chain's passes fast: of the first few tokens a row, then of one."""
+        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._fed_first)}))
 
     def missing(self, slot: int, length: int) -> int:
         """Count what is not cached, but for what a chain feeds itself."""
@@ -92,7 +93,7 @@ class DraftModelDrafter:
         """
         device = self.runner.device
         begins = [self._cached.get(slot, 0) for slot in rows.slots]
-        for part in _runs(counts, together=device.type == "cuda"):
+        for part in runs(counts, together=device.type == "cuda"):
             tokens = rows.tokens[part].to(device)
             steps = torch.arange(max(counts[part]), device=device)
             positions = (upload(begins[part], device)[:, None] + steps).clamp(max=tokens.shape[1] - 1)
@@ -153,13 +154,3 @@ class DraftModelDrafter:
         if self.runner.vocab_size >= self._target_vocab_size:
             return tokens
         return tokens.clamp(max=self.runner.vocab_size - 1)
-
-
-def _runs(counts: tuple[int, ...], *, together: bool) -> Iterator[slice]:
-    """Cut rows into runs to be fed in a pass each: every row alone, or so that padding at most doubles a run's work."""
-    begin = 0
-    for end in range(1, len(counts) + 1):
-        run = counts[begin : end + 1]
-        if end == len(counts) or not together or max(run) * len(run) > 2 * sum(run):
-            yield slice(begin, end)
-            begin = end

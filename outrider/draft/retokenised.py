@@ -116,7 +116,7 @@ class RetokenisedDrafter:
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Find the fastest products for passes of one token a row."""
-        self.runner.tune(sorted(set(num_rows)))
+        self.runner.tune([(rows, 1) for rows in sorted(set(num_rows))])
 
     def missing(self, slot: int, length: int) -> int:
         """Count the target tokens that were not taken in, where they are more than a chain should take in itself."""

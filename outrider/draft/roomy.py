@@ -77,9 +77,9 @@ class RoomyRunner:
         """Feed tokens for their keys and values alone."""
         self.inner.feed(tokens, positions, self._own(tables), context, self._begin(start))
 
-    def tune(self, num_tokens: Sequence[int]) -> None:
+    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
         """Find the fastest way to compute passes of so many tokens."""
-        self.inner.tune(num_tokens)
+        self.inner.tune(passes)
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes besides weights and cache."""

@@ -144,7 +144,7 @@ class RoundGraphs:
         ]
         self._state.places([], 1)  # the idle row's rules
         began = time.perf_counter()
-        self._runner.tune(sorted({one.num_rows * (one.num_tokens + 1) for one in buckets}))
+        self._runner.tune(sorted({(one.num_rows, one.num_tokens + 1) for one in buckets}))
         if self._drafter is not None:
             self._drafter.tune(rows)
         tuned = time.perf_counter()

@@ -50,7 +50,15 @@ class Tiling:
 
     @classmethod
     def choose(
-        cls, rows: int, heads: int, members: int, width: int, itemsize: int, fixed_length: int | None, processors: int
+        cls,
+        rows: int,
+        heads: int,
+        members: int,
+        width: int,
+        itemsize: int,
+        fixed_length: int | None,
+        processors: int,
+        most_rows: int = 64,
     ) -> Tiling:
         """Fill the card about `PROGRAMS_PER_SM` times over.
 
@@ -62,8 +70,9 @@ class Tiling:
             itemsize: Bytes a number of the cache.
             fixed_length: See `paged_attention`.
             processors: Streaming multiprocessors of the card.
+            most_rows: The most tile rows that fit; without effect in exact mode.
         """
-        block_m = EXACT_BLOCK_M if fixed_length is not None else min(64, max(16, _power_of_2(members)))
+        block_m = EXACT_BLOCK_M if fixed_length is not None else min(most_rows, max(16, _power_of_2(members)))
         if itemsize > 2:
             block_m = 16  # fp32 products have no tensor cores: keep their operands in registers
         block_n = max(16, min(64, 16384 // (_power_of_2(width) * itemsize)))

@@ -22,7 +22,7 @@ from outrider.kernels.tiles import ROW_BUCKETS, Tiles, bucket_of, default_tiles
 from outrider.kernels.weights import StoredWeight, WeightQuantization, store
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 __all__ = ["Activation", "Product", "gate_reference", "product_reference", "silu_mul", "tune"]
 
@@ -220,7 +220,9 @@ class Product:
         return F.rms_norm(x.to(weight.dtype), (self.in_features,), weight, eps).to(x.dtype)
 
 
-def tune(products: Sequence[tuple[Product, bool]], num_rows: Sequence[int]) -> None:
+def tune(
+    products: Sequence[tuple[Product, bool]], num_rows: Sequence[int], *, along: Sequence[Callable[[], object]] = ()
+) -> None:
     """Time a few tilings and the library for these numbers of rows, and keep the best for all products of a kind.
 
     Some tens of milliseconds a kind, more where kernels must be compiled. Up to 16 rows only tilings are compared, so
@@ -229,7 +231,10 @@ def tune(products: Sequence[tuple[Product, bool]], num_rows: Sequence[int]) -> N
     Args:
         products: Each with whether a residual is added to it.
         num_rows: How many rows they will be called with.
+        along: Other kernels' compilations, done at the same time.
     """
+    if not any(product.runs_kernel and product.weight.stored.is_cuda for product, _ in products):
+        return
     from outrider.kernels.tuning import choices_for, compile_ahead, fastest, recalled
 
     coming: list[tuple[Product, int, bool, Sequence[Tiles]]] = []
@@ -243,6 +248,6 @@ def tune(products: Sequence[tuple[Product, bool]], num_rows: Sequence[int]) -> N
             elif (product.kind, bucket) not in unknown:
                 unknown[product.kind, bucket] = product, rows, residual
                 coming.append((product, rows, residual, choices_for(product, bucket)))
-    compile_ahead(coming)
+    compile_ahead(coming, along)
     for (_, bucket), (product, rows, residual) in unknown.items():
         product.choose(bucket, fastest(product, rows, residual=residual))

@@ -9,7 +9,7 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,8 +120,10 @@ def _copies(product: Product) -> list[Product]:
     return copies
 
 
-def compile_ahead(wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]]) -> None:
-    """Compile tilings of (product, number of rows, whether a residual is added), many at a time.
+def compile_ahead(
+    wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]], along: Sequence[Callable[[], object]] = ()
+) -> None:
+    """Compile tilings of (product, number of rows, whether a residual is added), and whatever else, many at a time.
 
     Most of a first start on a machine is compiling, and much of that is spent outside of Python's lock.
     """
@@ -130,9 +132,11 @@ def compile_ahead(wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]]) 
         product.reserve(choices)
         for tiles in choices:
             jobs[product.kind, bucket_of(num_rows), tiles] = product, num_rows, residual, tiles
-    if jobs:
-        with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-            list(pool.map(_compiles, *zip(*jobs.values(), strict=True)))
+    work: list[Callable[[], object]] = [*along, *(partial(_compiles, *job) for job in jobs.values())]
+    with ThreadPoolExecutor(max(1, min(len(work), os.cpu_count() or 1))) as pool:
+        for done in [pool.submit(one) for one in work]:
+            if (error := done.exception()) is not None:  # it will be met again, where it is dealt with
+                logger.debug("compiling ahead failed: %s", error)
 
 
 def _compiles(product: Product, num_rows: int, residual: bool, tiles: Tiles) -> bool:

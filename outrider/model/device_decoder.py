@@ -1,4 +1,4 @@
-"""The common pre-norm decoder on a card: six kernels a layer, each reading what it must and no more.
+"""The common pre-norm decoder on a card: five kernels a layer in a round, each reading what it must and no more.
 
 A decode step reads every weight once; whatever else runs between those reads is lost time. So norms are computed
 inside the product that follows them, activation and residual inside the one before, and rotation writes keys and
@@ -9,6 +9,7 @@ compares the numbers.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.products import Product, tune
 from outrider.kernels.rotary import rotate_and_store
+from outrider.kernels.rotate_attend import MAX_FRESH, compile_rotate_and_attend, rotate_and_attend
 from outrider.model.attention import Probe
 from outrider.model.decoder import MODEL_ROUNDINGS, PROBE_TOKENS, within
 from outrider.model.fuse import GatedMLP, RMSNorm
@@ -58,23 +60,36 @@ class _Layer:
         return self.qkv, self.output, self.gate_up, self.down
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> Tensor:
-        query = rotate_and_store(
-            self.qkv(hidden),
-            step.tables,
-            step.places,
-            step.positions,
-            cos,
-            sin,
-            step.cache.keys[self.index],
-            step.cache.values[self.index],
-            num_heads=self.num_heads,
-            query_norm=self.head_norms[0],
-            key_norm=self.head_norms[1],
-            eps=self.head_eps,
-        )
-        out = step.attend(self.index, query, self.scaling, self.shape.sliding_window, self.shape.softcap)
+        out = self._attended(self.qkv(hidden), cos, sin, step)
         hidden = self.output(out.flatten(2).flatten(0, 1), residual=hidden)
         return self.down(self.gate_up(hidden), residual=hidden)
+
+    def _attended(self, qkv: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> Tensor:
+        """Rotate, store and attend, ``[B, T, H, D]``: in one kernel for few tokens, but not in exact mode."""
+        keys, values = step.cache.keys[self.index], step.cache.values[self.index]
+        if step.fixed_length is None and step.positions.shape[1] <= MAX_FRESH:
+            how = self._heads | self._looking | {"ancestors": step.ancestors}
+            return rotate_and_attend(qkv, keys, values, step.tables, step.positions, cos, sin, **how)
+        query = rotate_and_store(qkv, step.tables, step.places, step.positions, cos, sin, keys, values, **self._heads)
+        return step.attend(self.index, query, *self._looking.values())
+
+    @property
+    def _heads(self) -> dict[str, Any]:
+        norms = {"query_norm": self.head_norms[0], "key_norm": self.head_norms[1]}
+        return {"num_heads": self.num_heads, **norms, "eps": self.head_eps}
+
+    @property
+    def _looking(self) -> dict[str, Any]:
+        return {"scale": self.scaling, "window": self.shape.sliding_window, "softcap": self.shape.softcap}
+
+    def compile(self, rows: int, steps: int, cos: Tensor, sin: Tensor) -> None:
+        """Compile attention for passes of this shape."""
+        dim, heads = self.shape.key_dim, self.shape.num_kv_heads
+        like: dict[str, Any] = {"dtype": self.qkv.dtype, "device": cos.device}
+        qkv = torch.empty(rows * steps, (self.num_heads + 2 * heads) * dim, **like)
+        keys, values = (torch.empty(BLOCK_SIZE, heads, dim, **like) for _ in range(2))
+        places = torch.zeros(rows, steps, dtype=torch.long, device=cos.device)
+        compile_rotate_and_attend(qkv, keys, values, places[:, :1], places, cos, sin, **self._heads, **self._looking)
 
 
 class DeviceDecoder:
@@ -130,12 +145,20 @@ class DeviceDecoder:
         part._layers = [self._layers[place] for place in keep]  # noqa: SLF001 - it is of this class
         return part
 
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Find the fastest way to compute each product at these numbers of rows."""
+    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
+        """Compile what passes of (rows, tokens a row) run, and find the fastest way to compute their products."""
+        kinds = {(layer.shape, layer.scaling): layer for layer in self._layers}
+        attention = [
+            partial(layer.compile, rows, steps, self._cos, self._sin)
+            for layer in kinds.values()
+            for rows, steps in passes
+            if steps <= MAX_FRESH
+        ]
         products = [
             (product, product in (layer.output, layer.down)) for layer in self._layers for product in layer.products
         ]
-        tune([*products, (self._head, False)], num_rows)
+        num_rows = sorted({rows * steps for rows, steps in passes})
+        tune([*products, (self._head, False)], num_rows, along=attention)
 
 
 def _product(

@@ -99,10 +99,10 @@ class Network:
             taken = {tap: output.hidden_states[tap] for tap in taps}
         return _joined(taken, tokens)
 
-    def tune(self, num_tokens: Sequence[int]) -> None:
-        """Find the fastest way to compute passes of so many tokens."""
+    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be."""
         if self.device_decoder is not None:
-            self.device_decoder.tune(num_tokens)
+            self.device_decoder.tune(passes)
 
     def only(self, keep: Sequence[int]) -> Network:
         """Give the same network with some of its layers alone, in this order: it shares all weights."""

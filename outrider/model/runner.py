@@ -66,8 +66,8 @@ class Runner(Protocol):
     def keep_path(self, tables: torch.Tensor, starts: torch.Tensor, path: torch.Tensor) -> None:
         """Move what was kept of a tree's accepted nodes to the places that they now have in the text."""
 
-    def tune(self, num_tokens: Sequence[int]) -> None:
-        """Find the fastest way to compute passes of so many tokens."""
+    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be."""
 
 
 class TorchRunner:
@@ -218,9 +218,9 @@ class TorchRunner:
         if self._features is not None:
             self._features.index_copy_(0, target, self._features.index_select(0, source))
 
-    def tune(self, num_tokens: Sequence[int]) -> None:
-        """Find the fastest way to compute passes of so many tokens."""
-        self.network.tune(num_tokens)
+    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be: compile, and time what there is to choose."""
+        self.network.tune(passes)
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes on a card besides weights and cache; 0 on a CPU."""

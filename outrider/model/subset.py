@@ -54,6 +54,6 @@ class LayerSubsetRunner:
     def keep_path(self, *_: object) -> None:
         """Nothing: the target moves its own."""
 
-    def tune(self, num_tokens: Sequence[int]) -> None:
-        """Find the fastest way to compute passes of so many tokens."""
-        self._network.tune(num_tokens)
+    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be."""
+        self._network.tune(passes)

@@ -17,149 +17,20 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.attention import Tiling
-from outrider.kernels.jit.merge import NEVER, finish, leave, merge
-from outrider.kernels.jit.overlap import ask_ahead, release_dependents, wait_for_inputs
+from outrider.kernels.jit.merge import settle
+from outrider.kernels.jit.overlap import release_dependents, wait_for_inputs
+from outrider.kernels.jit.walk import ask, borders, nothing, walk
 from outrider.kernels.launch import overlaps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["attend_paged", "counters_for"]
+__all__ = ["LOG2E", "attend_paged", "counters_for", "merge_shape", "processors", "scratch"]
 
 LOG2E = 1.4426950408889634
 MERGED_NUMBERS = 4096  # of partial results that a merging program adds a step: 32 registers a thread
 FEW_MEMBERS = 4  # tile rows of plain decoding with grouped heads: merged without the others, which are empty
 SPARE_COUNTERS = 1 << 14
-
-
-@triton.jit
-def _borders(
-    line, stride, tile, num_queries, num_places, window, fixed_length,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
-    WINDOW: tl.constexpr, TREE: tl.constexpr, FIXED: tl.constexpr,
-):  # fmt: skip
-    """What the tile sees: its lowest place, one past its highest, and how that is split.
-
-    Returns (lowest, end, base, size, first, last): split s covers places base + s * size onwards; first and last are
-    the splits with anything to do, never none of them.
-    """
-    if TREE:
-        earliest = tl.load(line).to(tl.int32)
-        end = earliest + num_queries
-    else:
-        earliest = tl.load(line + (tile * BLOCK_M // GROUP) * stride).to(tl.int32)
-        newest = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
-        end = tl.load(line + newest * stride).to(tl.int32) + 1
-    end = tl.minimum(end, num_places)
-    lowest = tl.full((), 0, tl.int32)
-    if WINDOW:
-        lowest = tl.maximum(earliest - window + 1, 0)
-    begin = lowest // BLOCK_N * BLOCK_N
-    if FIXED:
-        base, span = tl.full((), 0, tl.int32), fixed_length
-    else:
-        base, span = begin, end - begin
-    size = BLOCK_N * tl.maximum((span + BLOCK_N * SPLITS - 1) // (BLOCK_N * SPLITS), MIN_BLOCKS)
-    first = tl.minimum((begin - base) // size, SPLITS - 1)
-    last = tl.minimum((tl.maximum(end, 1) - 1 - base) // size, SPLITS - 1)
-    return lowest, end, base, size, first, tl.maximum(first, last)
-
-
-@triton.jit
-def _seen(
-    place, query_at, ancestors, line, stride, num_queries, window, WINDOW: tl.constexpr, TREE: tl.constexpr
-):  # fmt: skip
-    """Which of the places [N] each tile row [M] sees, by position and by tree."""
-    if TREE:
-        start = tl.load(line).to(tl.int32)
-        node = place - start
-        # A shift by less than 0 or more than 63 has no meaning, hence the bounds.
-        bit = tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)
-        related = ((ancestors[:, None] >> bit[None, :]) & 1) != 0
-        seen = (node < 0)[None, :] | (related & (node < num_queries)[None, :])
-        position = place
-        if WINDOW:
-            fresh = (node >= 0) & (node < num_queries)
-            position = tl.load(line + node * stride, mask=fresh, other=0).to(tl.int32)
-            position = tl.where(fresh, position, place)
-    else:
-        position = place
-        seen = position[None, :] <= query_at[:, None]
-    if WINDOW:
-        seen = seen & (position[None, :] > (query_at - window)[:, None])
-    return seen
-
-
-@triton.jit
-def _capped(scores, scale, cap, CAP: tl.constexpr):
-    """Scaled, soft-capped scores in units of log 2; without a cap `scale` has the unit in it, with one it is / cap.
-
-    tanh(x) = 1 - 2 / (1 + exp(2 x)); beyond 2^64 nothing changes.
-    """
-    if CAP:
-        power = tl.minimum(tl.maximum(scores * scale, -64.0), 64.0)
-        scores = (1.0 - 2.0 / (1.0 + tl.exp2(power))) * cap
-    else:
-        scores = scores * scale
-    return scores
-
-
-@triton.jit
-def _ask(
-    keys, values, table, begin, stop, lowest, key_stride, value_stride,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Let a split's first keys and values come into L2 while the query is still computed."""
-    if OVERLAP:
-        place = begin + tl.arange(0, BLOCK_N)
-        inside = (place >= lowest) & (place < stop)
-        slot = tl.load(table + place // PAGE, mask=inside, other=0) * PAGE + place % PAGE
-        ask_ahead(keys + slot * key_stride, inside, D, BLOCK_D, OVERLAP)
-        ask_ahead(values + slot * value_stride, inside, DV, BLOCK_DV, OVERLAP)
-
-
-@triton.jit
-def _walk(
-    query, keys, values, table, line, query_at, ancestors, begin, stop, lowest, end,
-    key_stride, value_stride, position_stride, num_queries, window, scale, cap,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    """One split: (maximum [M], sum [M], weighted values [M, DV]), the last two relative to the maximum."""
-    dim, dim_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    best = tl.full([BLOCK_M], NEVER, tl.float32)
-    shares = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed at the end: once across the warps, not each step
-    mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    ahead = begin + tl.arange(0, BLOCK_N)
-    block = tl.load(table + ahead // PAGE, mask=(ahead >= lowest) & (ahead < end), other=0)
-    for low in range(begin, stop, BLOCK_N):
-        place = low + tl.arange(0, BLOCK_N)
-        # Places that nobody sees hold anything, NaN too: 0 * NaN must not enter a sum.
-        inside = (place >= lowest) & (place < end)
-        slot = block * PAGE + place % PAGE
-        # A table entry is fetched one step before the keys that it points to: no load waits for another.
-        ahead = place + BLOCK_N
-        block = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
-        kept = inside[:, None]
-        if BLOCK_D > D:
-            kept = kept & (dim < D)[None, :]
-        key = tl.load(keys + slot[:, None] * key_stride + dim[None, :], mask=kept, other=0.0).to(query.dtype)
-        scores = _capped(tl.dot(query, tl.trans(key), input_precision="ieee"), scale, cap, CAP)
-        seen = _seen(place, query_at, ancestors, line, position_stride, num_queries, window, WINDOW, TREE)
-        scores = tl.where(seen & inside[None, :], scores, float("-inf"))
-        # A row that sees nothing here keeps its bits: the maximum stays, exp2(0) is 1, and zeros are added.
-        new = tl.maximum(best, tl.max(scores, 1))
-        keep = tl.exp2(best - new)
-        weights = tl.exp2(scores - new[:, None])
-        kept_v = inside[:, None]
-        if BLOCK_DV > DV:
-            kept_v = kept_v & (dim_v < DV)[None, :]
-        value = tl.load(values + slot[:, None] * value_stride + dim_v[None, :], mask=kept_v, other=0.0)
-        shares = shares * keep[:, None] + weights
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * keep[:, None], input_precision="ieee")
-        best = new
-    return best, tl.sum(shares, 1), mixed
 
 
 @triton.jit(
@@ -183,7 +54,7 @@ def _attention(
     live, step = member < num_queries * GROUP, member // GROUP
     query_head, dim = head * GROUP + member % GROUP, tl.arange(0, BLOCK_D)
     # Positions and tables stand since before this pass, old keys since before this layer: they need not wait.
-    lowest, end, base, size, first, last = _borders(
+    lowest, end, base, size, first, last = borders(
         line, position_stride, tile, num_queries, num_places, window, fixed_length,
         GROUP, BLOCK_M, BLOCK_N, SPLITS, MIN_BLOCKS, WINDOW, TREE, FIXED,
     )  # fmt: skip
@@ -192,7 +63,7 @@ def _attention(
     begin = tl.maximum(base + split * size, lowest // BLOCK_N * BLOCK_N)
     stop = tl.where(split == SPLITS - 1, end, tl.minimum(base + split * size + size, end))
     query_at = tl.load(line + step * position_stride, mask=live, other=-1).to(tl.int32)
-    _ask(
+    ask(
         keys + head * key_stride_h, values + head * value_stride_h, tables + row * table_stride, begin, stop, lowest,
         key_stride, value_stride, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, PAGE, OVERLAP,
     )  # fmt: skip
@@ -202,31 +73,22 @@ def _attention(
     related = query_at.to(tl.int64)
     if TREE:
         related = tl.load(ancestors + row * tree_stride + step * tree_stride_t, mask=live, other=0)
-    best, total, mixed = _walk(
+    best, shares, mixed = nothing(BLOCK_M, BLOCK_N, BLOCK_DV)
+    best, shares, mixed = walk(
         asked, keys + head * key_stride_h, values + head * value_stride_h, tables + row * table_stride, line,
         query_at, related, begin, stop, lowest, end, key_stride, value_stride, position_stride, num_queries, window,
-        scale, cap, BLOCK_M, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, WINDOW, CAP, TREE, PAGE,
+        scale, cap, best, shares, mixed, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, WINDOW, CAP, TREE, PAGE,
     )  # fmt: skip
-    out += row * num_queries * (HEADS * GROUP * DV) + head * (GROUP * DV)
-    if SPLITS == 1:
-        finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
-    elif first == last:
-        finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
-    else:
-        place = row * tl.num_programs(1) + tl.program_id(1)
-        mixes += place * SPLITS * BLOCK_M * DV
-        stats += place * SPLITS * BLOCK_M * 2
-        leave(mixes, stats, split, best, total, mixed, live, BLOCK_M, DV, BLOCK_DV, SPLITS)
-        tl.debug_barrier()  # every thread's stores come before the one thread's release
-        if tl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu") == last - first:
-            tl.store(counters + place, 0)
-            left = num_queries * GROUP - tile * BLOCK_M
-            sums, blends = merge(mixes, stats, first, last, left, BLOCK_M, BLOCK_DV, DV, SPLITS, ROWS, CHUNK)
-            finish(out, tile * BLOCK_M, num_queries, sums, blends, ROWS, HEADS, GROUP, DV, BLOCK_DV)
+    settle(
+        out + row * num_queries * (HEADS * GROUP * DV) + head * (GROUP * DV), mixes, stats, counters,
+        row * tl.num_programs(1) + tl.program_id(1), tile, split, first, last, num_queries, best, tl.sum(shares, 1),
+        mixed, live, HEADS, GROUP, DV, BLOCK_DV, BLOCK_M, SPLITS, ROWS, CHUNK,
+    )  # fmt: skip
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """How many streaming multiprocessors the device has."""
     if device.type != "cuda":
         return 8  # the interpreter runs one program after another
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -247,6 +109,25 @@ def counters_for(device: torch.device, count: int) -> Tensor:
         # Captured graphs hold the older ones.
         known.append(torch.zeros(max(SPARE_COUNTERS, triton.next_power_of_2(count)), dtype=torch.int32, device=device))
     return known[-1]
+
+
+def scratch(tiling: Tiling, programs: int, dim_v: int, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the splits of so many tiles leave for the merging one: values, maxima and sums, and counters.
+
+    `unused` stands for them where there is one split.
+    """
+    if tiling.splits == 1:
+        return unused, unused, unused
+    partial, device = programs * tiling.splits * tiling.block_m, unused.device
+    mixes = torch.empty(partial, dim_v, dtype=torch.float32, device=device)
+    stats = torch.empty(2 * partial, dtype=torch.float32, device=device)
+    return mixes, stats, counters_for(device, programs)
+
+
+def merge_shape(tiling: Tiling, members: int, block_dv: int) -> tuple[int, int]:
+    """Give the tile rows that are merged, where there are so many members, and the splits that are added at a time."""
+    merged = FEW_MEMBERS if members <= FEW_MEMBERS else tiling.block_m
+    return merged, min(tiling.splits, max(1, MERGED_NUMBERS // (merged * block_dv)))
 
 
 def attend_paged(
@@ -272,21 +153,13 @@ def attend_paged(
     if tiling is None:
         size = max(query.element_size(), keys.element_size())
         members, width = num_queries * group, max(dim, dim_v)
-        tiling = Tiling.choose(rows, heads, members, width, size, fixed_length, _processors(device))
+        tiling = Tiling.choose(rows, heads, members, width, size, fixed_length, processors(device))
     tiles = -(-num_queries * group // tiling.block_m)
     programs = rows * heads * tiles
-    mixes = stats = counters = out  # not touched where there is one split
-    if tiling.splits > 1:
-        partial = programs * tiling.splits * tiling.block_m
-        mixes = torch.empty(partial, dim_v, dtype=torch.float32, device=device)
-        stats = torch.empty(2 * partial, dtype=torch.float32, device=device)
-        counters = counters_for(device, programs)
-    # Bits follow the shape of the merge: in exact mode it is one for all calls.
+    mixes, stats, counters = scratch(tiling, programs, dim_v, out)
     block_dv = max(16, triton.next_power_of_2(dim_v))
-    merged = tiling.block_m
-    if fixed_length is None:
-        merged = FEW_MEMBERS if num_queries * group <= FEW_MEMBERS else merged
-    chunk = min(tiling.splits, max(1, MERGED_NUMBERS // (merged * block_dv)))
+    # Bits follow the shape of the merge: in exact mode it is one for all calls.
+    merged, chunk = merge_shape(tiling, num_queries * group if fixed_length is None else tiling.block_m, block_dv)
     tree = positions if ancestors is None else ancestors
     overlap = overlaps(device)
     _attention[tiling.splits, heads * tiles, rows](

@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["NEVER", "finish", "leave", "merge"]
+__all__ = ["NEVER", "settle"]
 
 NEVER = tl.constexpr(-1.0e30)  # the maximum of nothing: finite, so that no difference of two is NaN
 
 
 @triton.jit
-def merge(
+def _merge(
     mixes, stats, first, last, num_rows,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -47,7 +47,7 @@ def merge(
 
 
 @triton.jit
-def finish(
+def _finish(
     out, low, num_queries, total, mixed,
     ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def finish(
 
 
 @triton.jit
-def leave(
+def _leave(
     mixes, stats, split, best, total, mixed, live,
     BLOCK_M: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -69,3 +69,29 @@ def leave(
     tl.store(stats + at, best, live)
     tl.store(stats + SPLITS * BLOCK_M + at, total, live)
     tl.store(mixes + at[:, None] * DV + dim[None, :], mixed, live[:, None] & (dim < DV)[None, :])
+
+
+@triton.jit
+def settle(
+    out, mixes, stats, counters, place, tile, split, first, last, num_queries, best, total, mixed, live,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write a tile's result, or a split's share of it; the last of the splits first..last to come merges them all.
+
+    `out` is the KV head's, and `place` the tile's number among all tiles.
+    """
+    if SPLITS == 1:
+        _finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
+    elif first == last:
+        _finish(out, tile * BLOCK_M, num_queries, total, mixed, BLOCK_M, HEADS, GROUP, DV, BLOCK_DV)
+    else:
+        mixes += place * SPLITS * BLOCK_M * DV
+        stats += place * SPLITS * BLOCK_M * 2
+        _leave(mixes, stats, split, best, total, mixed, live, BLOCK_M, DV, BLOCK_DV, SPLITS)
+        tl.debug_barrier()  # every thread's stores come before the one thread's release
+        if tl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu") == last - first:
+            tl.store(counters + place, 0)
+            left = num_queries * GROUP - tile * BLOCK_M
+            sums, blends = _merge(mixes, stats, first, last, left, BLOCK_M, BLOCK_DV, DV, SPLITS, ROWS, CHUNK)
+            _finish(out, tile * BLOCK_M, num_queries, sums, blends, ROWS, HEADS, GROUP, DV, BLOCK_DV)

@@ -1,7 +1,7 @@
 """Rotary embedding, query and key norm, and the cache write, in one pass over what the fused product gave.
 
-A program takes a few heads of one token, all of one kind. A head is held as the two halves that rotate into each other
-and the rest that does not.
+A program takes a few heads of one token, all of one kind. A head is loaded twice, the second time with the halves
+swapped that rotate into each other.
 """
 
 from __future__ import annotations
@@ -19,68 +19,61 @@ from outrider.kernels.launch import overlaps
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["launch_rotate", "rotate_kernel"]
+__all__ = ["angles", "launch_rotate", "norm_weights", "read_heads", "rotate_kernel", "turned", "write_heads"]
 
 NUMBERS = 512  # a program: of two bytes each, that is two 16-byte loads for every thread of one warp
 BLOCK = tl.constexpr(BLOCK_SIZE)
 
 
 @triton.jit
-def _weights(norm, DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
-    """Load a norm's weight, as a head is held. It never changes, so the kernels before need not be done."""
-    half, rest = tl.arange(0, HALF), ROTARY + tl.arange(0, REST)
-    low = tl.full((HALF,), 1.0, tl.float32)
-    high = low
-    still = tl.full((REST,), 1.0, tl.float32)
+def norm_weights(norm, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load a norm's weight, as `read_heads` loads heads. It never changes: the kernels before need not be done."""
+    dim = tl.arange(0, BLOCK_D)
+    plain = tl.full((BLOCK_D,), 1.0, tl.float32)
+    swapped = plain
     if norm is not None:
-        low = tl.load(norm + half, mask=half < ROTARY // 2, other=0.0).to(tl.float32)
-        high = tl.load(norm + ROTARY // 2 + half, mask=half < ROTARY // 2, other=0.0).to(tl.float32)
-        still = tl.load(norm + rest, mask=rest < DIM, other=0.0).to(tl.float32)
-    return low, high, still
+        plain = tl.load(norm + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+        swapped = tl.load(norm + (dim + ROTARY // 2) % ROTARY, mask=dim < ROTARY, other=0.0).to(tl.float32)
+    return plain, swapped
 
 
 @triton.jit
-def _read(source, head, count, DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr):
-    """Load some heads of the `count` at `source`: both halves and the rest, fp32."""
-    half, rest = tl.arange(0, HALF)[None, :], ROTARY + tl.arange(0, REST)[None, :]
-    there, source = (head < count)[:, None], source + (head * DIM)[:, None]
-    in_half = there & (half < ROTARY // 2)
-    low = tl.load(source + half, mask=in_half, other=0.0).to(tl.float32)
-    high = tl.load(source + ROTARY // 2 + half, mask=in_half, other=0.0).to(tl.float32)
-    still = tl.zeros((head.shape[0], REST), tl.float32)
-    if DIM > ROTARY:
-        still = tl.load(source + rest, mask=there & (rest < DIM), other=0.0).to(tl.float32)
-    return low, high, still
+def angles(cos, sin, row, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows of the tables, for whole heads: what does not turn gets 1 and 0. They never change, either."""
+    dim = tl.zeros((row.shape[0], 1), tl.int32) + tl.arange(0, BLOCK_D)[None, :]
+    at = row[:, None] * (ROTARY // 2) + dim % (ROTARY // 2)
+    c = tl.load(cos + at, mask=dim < ROTARY, other=1.0)
+    s = tl.load(sin + at, mask=dim < ROTARY, other=0.0)
+    return c, tl.where(dim < ROTARY // 2, -s, s)
 
 
 @triton.jit
-def _turned(heads, weights, angle, cos, sin, eps, DIM: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotate heads, by row `angle` of the tables, read in the halves' own layout: nothing is exchanged."""
-    low, high, still = heads
-    half = tl.zeros((low.shape[0], 1), tl.int32) + tl.arange(0, low.shape[1])[None, :]
-    c = tl.load(cos + angle * (ROTARY // 2) + half, mask=half < ROTARY // 2, other=0.0)
-    s = tl.load(sin + angle * (ROTARY // 2) + half, mask=half < ROTARY // 2, other=0.0)
+def read_heads(source, there, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load the heads at these addresses, as they are and with the rotating halves swapped.
+
+    So no number has to go from one thread to another when they turn.
+    """
+    dim = tl.zeros((source.shape[0], 1), tl.int32) + tl.arange(0, BLOCK_D)[None, :]
+    plain = tl.load(source[:, None] + dim, mask=there[:, None] & (dim < DIM), other=0.0)
+    swapped = source[:, None] + (dim + ROTARY // 2) % ROTARY
+    return plain, tl.load(swapped, mask=there[:, None] & (dim < ROTARY), other=0.0)
+
+
+@triton.jit
+def turned(heads, weights, angle, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Norm and rotate what `read_heads` gave: fp32."""
+    plain, swapped = heads[0].to(tl.float32), heads[1].to(tl.float32)
     if NORM:
-        squares = tl.sum(low * low + high * high, 1) + tl.sum(still * still, 1)
-        scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        low, high = low * scale * weights[0][None, :], high * scale * weights[1][None, :]
-        still = still * scale * weights[2][None, :]
-    return low * c - high * s, high * c + low * s, still
+        scale = tl.rsqrt(tl.sum(plain * plain, 1) / DIM + eps)[:, None]
+        plain, swapped = plain * scale * weights[0][None, :], swapped * scale * weights[1][None, :]
+    return plain * angle[0] + swapped * angle[1]
 
 
 @triton.jit
-def _write(heads, out, out_head, head, count, DIM: tl.constexpr, ROTARY: tl.constexpr):
-    """Store what `_read` has loaded, where heads are `out_head` apart."""
-    low, high, still = heads
-    half, rest = tl.arange(0, low.shape[1])[None, :], ROTARY + tl.arange(0, still.shape[1])[None, :]
-    there = (head < count)[:, None]
-    kind = out.dtype.element_ty
-    in_half = there & (half < ROTARY // 2)
-    out += (head * out_head)[:, None]
-    tl.store(out + half, low.to(kind), mask=in_half)
-    tl.store(out + ROTARY // 2 + half, high.to(kind), mask=in_half)
-    if DIM > ROTARY:
-        tl.store(out + rest, still.to(kind), mask=there & (rest < DIM))
+def write_heads(heads, out, there, DIM: tl.constexpr):
+    """Store heads at these addresses."""
+    dim = tl.arange(0, heads.shape[1])[None, :]
+    tl.store(out[:, None] + dim, heads.to(out.dtype.element_ty), mask=there[:, None] & (dim < DIM))
 
 
 @triton.jit
@@ -93,8 +86,8 @@ def _slot(table, place, num_blocks):
 def rotate_kernel(
     qkv, tables, places, positions, cos, sin, keys, values, query_norm, key_norm, queries, eps,
     num_steps, num_blocks, num_angles, qkv_row, table_row, place_row, position_row, pool_slot, pool_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr,
+    GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Take a group of one token's heads: query heads first, then key heads, then value heads.
 
@@ -108,25 +101,29 @@ def rotate_kernel(
     begin = tl.where(group < key_begin, 0, tl.where(group < value_begin, key_begin, value_begin))
     head, qkv = (group - begin) * GROUP + tl.arange(0, GROUP), qkv + token * qkv_row
     if group < key_begin:
-        weights = _weights(query_norm, DIM, ROTARY, HALF, REST)
-        angle = tl.minimum(tl.load(positions + row * position_row + step), num_angles - 1)
+        weights = norm_weights(query_norm, DIM, ROTARY, BLOCK_D)
+        at = tl.minimum(tl.load(positions + row * position_row + step), num_angles - 1)
+        angle = angles(cos, sin, at + tl.zeros_like(head), ROTARY, BLOCK_D)
         wait_for_inputs(OVERLAP)
-        heads = _read(qkv, head, HEADS, DIM, ROTARY, HALF, REST)
-        heads = _turned(heads, weights, angle, cos, sin, eps, DIM, ROTARY, query_norm is not None)
-        _write(heads, queries + token * (HEADS * DIM), DIM, head, HEADS, DIM, ROTARY)
+        heads = read_heads(qkv + head * DIM, head < HEADS, DIM, ROTARY, BLOCK_D)
+        heads = turned(heads, weights, angle, eps, DIM, query_norm is not None)
+        write_heads(heads, queries + token * (HEADS * DIM) + head * DIM, head < HEADS, DIM)
     elif group < value_begin:
-        weights = _weights(key_norm, DIM, ROTARY, HALF, REST)
-        angle = tl.minimum(tl.load(positions + row * position_row + step), num_angles - 1)
+        weights = norm_weights(key_norm, DIM, ROTARY, BLOCK_D)
+        at = tl.minimum(tl.load(positions + row * position_row + step), num_angles - 1)
+        angle = angles(cos, sin, at + tl.zeros_like(head), ROTARY, BLOCK_D)
         slot = _slot(tables + row * table_row, tl.load(places + row * place_row + step), num_blocks)
         wait_for_inputs(OVERLAP)
-        heads = _read(qkv + HEADS * DIM, head, KV_HEADS, DIM, ROTARY, HALF, REST)
-        heads = _turned(heads, weights, angle, cos, sin, eps, DIM, ROTARY, key_norm is not None)
-        _write(heads, keys + slot * pool_slot, pool_head, head, KV_HEADS, DIM, ROTARY)
+        heads = read_heads(qkv + HEADS * DIM + head * DIM, head < KV_HEADS, DIM, ROTARY, BLOCK_D)
+        heads = turned(heads, weights, angle, eps, DIM, key_norm is not None)
+        write_heads(heads, keys + slot * pool_slot + head * pool_head, head < KV_HEADS, DIM)
     else:
         slot = _slot(tables + row * table_row, tl.load(places + row * place_row + step), num_blocks)
         wait_for_inputs(OVERLAP)
-        heads = _read(qkv + (HEADS + KV_HEADS) * DIM, head, KV_HEADS, DIM, ROTARY, HALF, REST)
-        _write(heads, values + slot * pool_slot, pool_head, head, KV_HEADS, DIM, ROTARY)
+        dim, there = tl.arange(0, BLOCK_D)[None, :], (head < KV_HEADS)[:, None]
+        source = qkv + (HEADS + KV_HEADS) * DIM + head[:, None] * DIM + dim
+        plain = tl.load(source, mask=there & (dim < DIM), other=0.0)
+        write_heads(plain, values + slot * pool_slot + head * pool_head, head < KV_HEADS, DIM)
 
 
 def launch_rotate(
@@ -148,7 +145,6 @@ def launch_rotate(
     (rows, steps), (_, kv_heads, dim) = places.shape, keys.shape
     assert keys.stride() == values.stride(), "the pools of keys and values must be laid out alike"
     assert steps == 1 or places.stride(1) == positions.stride(1) == 1, "steps must lie side by side"
-    rotary = 2 * cos.shape[1]
     group = min(max(NUMBERS // triton.next_power_of_2(dim), 1), 8)  # heads a program
     queries = torch.empty(rows, steps, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     overlap = overlaps(qkv.device)
@@ -177,9 +173,8 @@ def launch_rotate(
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        ROTARY=rotary,
-        HALF=triton.next_power_of_2(rotary // 2),
-        REST=triton.next_power_of_2(max(dim - rotary, 1)),
+        BLOCK_D=triton.next_power_of_2(dim),
+        ROTARY=2 * cos.shape[1],
         GROUP=group,
         OVERLAP=overlap,
         num_warps=1,
