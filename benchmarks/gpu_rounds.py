@@ -270,12 +270,12 @@ class Run:
                 self.record["skipped"].append({"stage": f"{engine} {setting}"} | line)
             if "peak_bytes" in line:
                 self.record.setdefault("peak_bytes", {})[setting] = line["peak_bytes"]
+        self._keep()
 
     # --- the end
 
     def _close(self) -> None:
         cells, weights = self.record["cells"], self.record.get("weights")
-        self.record["seconds"] = time.time() - self.began
         if weights is not None:
             rate = 1e9 * self.record["copy"]["gb_per_second"]
             for cell in cells:
@@ -293,11 +293,17 @@ class Run:
                 self.console.print(f"wrong tokens: {one['engine']}, {told} of {one['tokens']}", style="red")
         for one in self.record["skipped"]:
             self.console.print(f"left out: {one}", style="yellow", markup=False)
+        path = self._keep()
+        self.console.print(f"Record: {path} ({self.record['seconds']:.0f} s)", soft_wrap=True)
+
+    def _keep(self) -> Path:
+        """Write the record as it stands: after every stage, since a machine may be taken away in the next."""
+        self.record["seconds"] = time.time() - self.began
         card = slug(str(self.record.get("card", "none")))
-        path = self.options.out or HERE / "records" / f"gpu_rounds-{self.date:%Y-%m-%d}-{card}.json"
+        path: Path = self.options.out or HERE / "records" / f"gpu_rounds-{self.date:%Y-%m-%d}-{card}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.record, indent=1, default=str) + "\n", encoding="utf-8")
-        self.console.print(f"Record: {path} ({self.record['seconds']:.0f} s)", soft_wrap=True)
+        return path
 
 
 def _options() -> argparse.Namespace:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.draft.draft_model import _runs
+from outrider.draft.catching_up import runs
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphCosts
 from tests.scripted import generate_staggered, generate_together
@@ -135,14 +135,14 @@ def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:
 def test_drafts_that_lag_far_and_near_are_not_padded_into_one_pass() -> None:
     """One long prompt beside rows that lack a token or two: padded together they would be a pass of sixteen prompts."""
 
-    def runs(*counts: int, together: bool = True) -> list[tuple[int, int]]:
-        return [(one.start, one.stop) for one in _runs(counts, together=together)]
+    def cut(*counts: int, together: bool = True) -> list[tuple[int, int]]:
+        return [(one.start, one.stop) for one in runs(counts, together=together)]
 
-    assert runs(200, 200, 190) == [(0, 3)]
-    assert runs(1900, 1, 2, 1, 1, 2) == [(0, 2), (2, 6)]  # a pair is never more than doubled
-    assert runs(1, 1, 1900, 1800, 2) == [(0, 2), (2, 5)]
-    assert runs(7) == [(0, 1)]
-    assert runs(5, 5, together=False) == [(0, 1), (1, 2)]
+    assert cut(200, 200, 190) == [(0, 3)]
+    assert cut(1900, 1, 2, 1, 1, 2) == [(0, 2), (2, 6)]  # a pair is never more than doubled
+    assert cut(1, 1, 1900, 1800, 2) == [(0, 2), (2, 5)]
+    assert cut(7) == [(0, 1)]
+    assert cut(5, 5, together=False) == [(0, 1), (1, 2)]
     for counts in ((3, 9, 1, 500, 2), (1, 1, 1), (64, 1, 64)):
-        assert [place for a, b in runs(*counts) for place in range(a, b)] == list(range(len(counts)))
-        assert all(max(counts[a:b]) * (b - a) <= 2 * sum(counts[a:b]) for a, b in runs(*counts))
+        assert [place for a, b in cut(*counts) for place in range(a, b)] == list(range(len(counts)))
+        assert all(max(counts[a:b]) * (b - a) <= 2 * sum(counts[a:b]) for a, b in cut(*counts))
