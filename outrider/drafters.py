@@ -9,12 +9,15 @@ import torch
 
 from outrider.config import Method
 from outrider.draft.draft_model import DraftModelDrafter
+from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import best_exit, best_skips, kept_layers, own_texts
 from outrider.draft.mixture import MixtureDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.suffix import SuffixDrafter
+from outrider.draft.tree import TreeShape
 from outrider.draft_models import DraftSite, draft_model
 from outrider.errors import CapacityError, ConfigError, OutriderError
+from outrider.model.eagle_files import load_eagle
 from outrider.model.subset import LayerSubsetRunner
 from outrider.samples import SAMPLE_PROMPTS
 
@@ -79,6 +82,14 @@ def _suffix(site: DraftSite) -> Drafter:
     )
 
 
+def _eagle(site: DraftSite) -> Drafter:
+    speculation = site.speculation
+    head = load_eagle(speculation.model, site.target)
+    site.runner.tap(head.tap)
+    shape = None if speculation.tree is None or len(speculation.methods) > 1 else TreeShape(speculation.branches)
+    return EagleDrafter(head, speculation.num_speculative_tokens, shape)
+
+
 def _early_exit(site: DraftSite) -> Drafter:
     """The target's own layers: those that were named, or those that the search finds on sample texts."""
     speculation, runner, num_layers = site.speculation, site.runner, len(site.runner.layers)
@@ -106,4 +117,5 @@ MAKERS: dict[Method, Callable[[DraftSite], Drafter | None]] = {
     Method.SUFFIX: _suffix,
     Method.DRAFT_MODEL: draft_model,
     Method.EARLY_EXIT: _early_exit,
+    Method.EAGLE: _eagle,
 }

@@ -10,6 +10,8 @@ import torch
 
 from outrider.config import Method, SpeculationConfig, Verification
 from outrider.errors import ConfigError
+from outrider.model.eagle_files import is_eagle
+from outrider.model.head_files import head_config
 
 if TYPE_CHECKING:
     from outrider.model.load import LoadedModel
@@ -57,7 +59,12 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
 
 def implied_method(model: Any) -> Method:
     """What drafts where only a model is named: heads are known by their config, all else drafts as a model."""
-    return Method.NONE if model is None else Method.DRAFT_MODEL
+    if model is None:
+        return Method.NONE
+    config = head_config(model)
+    if config is not None and is_eagle(config):
+        return Method.EAGLE
+    return Method.DRAFT_MODEL
 
 
 def resolve_device(device: torch.device | str | None, source: Any = None) -> torch.device:

@@ -81,7 +81,7 @@ class Network:
             output: Any = self._model(input_ids=tokens, position_ids=positions, step=step, use_cache=False, **more)
             taken = {tap: output.hidden_states[tap] for tap in taps}
             logits = output.logits.float()
-        return logits, _joined(taken, tokens)
+        return logits, _joined(taken, taps, tokens)
 
     def feed(
         self, tokens: torch.Tensor, positions: torch.Tensor, step: Step | PagedStep, taps: Sequence[int] = ()
@@ -97,7 +97,7 @@ class Network:
             more = {"output_hidden_states": True} if taps else {}
             output = base(input_ids=tokens, position_ids=positions, step=step, use_cache=False, **more)
             taken = {tap: output.hidden_states[tap] for tap in taps}
-        return _joined(taken, tokens)
+        return _joined(taken, taps, tokens)
 
     def tune(self, passes: Sequence[tuple[int, int]]) -> None:
         """Make passes of (rows, tokens a row) as fast as they can be."""
@@ -115,8 +115,8 @@ class Network:
         return part
 
 
-def _joined(taken: dict[int, Any], tokens: torch.Tensor) -> torch.Tensor | None:
-    parts = [hidden.view(*tokens.shape, -1) for hidden in taken.values()]
+def _joined(taken: dict[int, Any], taps: Sequence[int], tokens: torch.Tensor) -> torch.Tensor | None:
+    parts = [taken[tap].view(*tokens.shape, -1) for tap in taps]
     return torch.cat(parts, -1) if parts else None
 
 

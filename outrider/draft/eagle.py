@@ -1,0 +1,170 @@
+"""EAGLE heads draft chains and trees from the target's hidden states (2401.15077, 2406.16858, 2503.01840).
+
+A head has a cache of its own, by the target's block tables. For every place but the last it is fed the target's true
+feature and the token after it. What a chain or a tree fed itself beyond that came from the head's own features: each
+round begins with a window of the last places, whose true entries take their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.config import MAX_DRAFT_TOKENS
+from outrider.draft.catching_up import runs
+from outrider.draft.tree import Growth, TreeShape, grow, ranked
+from outrider.kernels.attention import slots_of
+from outrider.kernels.choose import take
+from outrider.kernels.launch import uses_kernels
+from outrider.proposal import Proposal
+from outrider.sampling.choose import choose, distribution
+from outrider.sampling.random import Purpose, round_seeds
+from outrider.sampling.rules import Prefix
+from outrider.sampling.upload import upload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from outrider.draft.drafter import DraftRows
+    from outrider.model.eagle_head import EagleHead
+
+__all__ = ["EagleDrafter"]
+
+UNREAD = 1  # places by which the text may have grown, without guesses, in the round that the host has not read
+
+
+class EagleDrafter:
+    """Drafts with a head that reads the target's features.
+
+    Args:
+        head: The head, on the target's device.
+        longest: Guesses a round at most that its window allows for; a round of more is caught up with afterwards.
+        shape: How trees grow; None drafts chains. Where guesses must be drawn with their q, they are chains too.
+        name: What statistics call it.
+    """
+
+    device_side = True
+
+    def __init__(self, head: EagleHead, longest: int, shape: TreeShape | None = None, name: str = "eagle") -> None:
+        self.head = head
+        self.name = name
+        self.makes_trees = shape is not None
+        self._shape = shape
+        deepest = longest if shape is None else shape.depth(longest)
+        # All that a round may commit, and what the host does not know; but no more than a round's widest pass.
+        self._window = min(max(deepest, 1) + 1 + UNREAD, MAX_DRAFT_TOKENS + 1)
+        self._cached: dict[int, int] = {}
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions that the head was made for."""
+        return self.head.settings.context_length
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that the head's cache takes a token."""
+        return self.head.bytes_per_slot
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the head's cache."""
+        self.head.allocate(num_blocks)
+
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Nothing: the products are the library's."""
+
+    def missing(self, slot: int, length: int) -> int:
+        """Count the pairs of feature and token that are not cached, but for those of the window."""
+        return max(0, length - 1 - (self._window - UNREAD) - self._cached.get(slot, 0))
+
+    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
+        """Feed the next pairs; what a shorter row is fed beyond its count is fed again before it is read."""
+        begins = [self._cached.get(slot, 0) for slot in rows.slots]
+        device = rows.lengths.device
+        for part in runs(counts, together=device.type == "cuda"):
+            steps = torch.arange(max(counts[part]), device=device)
+            places = (upload(begins[part], device)[:, None] + steps).clamp(max=rows.tokens.shape[1] - 2)
+            self._fed(rows, part, places, max(begins[part]) + len(steps))
+        for slot, begin, count in zip(rows.slots, begins, counts, strict=True):
+            self._cached[slot] = begin + count
+
+    def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
+        """Guess a chain, or a tree of `num_tokens` nodes; a row of one token, of which nothing was fed, gets none."""
+        width = self._window
+        steps = torch.arange(-1 - width, -1, device=rows.lengths.device)
+        places = (rows.lengths[:, None] + steps).clamp(min=0)
+        context = max(max(rows.host_lengths) - 1, 1)
+        hidden = self._fed(rows, slice(None), places, context)[:, -1:]
+        if self._shape is not None and not rows.independent:
+            proposal = self._tree(rows, num_tokens, hidden, context)
+        else:
+            proposal = self._chain(rows, num_tokens, hidden, context)
+        return replace(proposal, lengths=proposal.lengths.where(rows.lengths > 1, 0))
+
+    def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
+        """Count as cached what was fed with true features."""
+        for slot, length in zip(slots, lengths, strict=True):
+            self._cached[slot] = length - 1
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's cache."""
+        self._cached.pop(slot, None)
+
+    # --- how it is done
+
+    def _fed(self, rows: DraftRows, part: slice, places: Tensor, context: int) -> Tensor:
+        """Feed true pairs at these places ``[b, T]`` of some rows: ``[b, T, hidden]``."""
+        assert rows.features is not None, "the target was not asked to keep hidden states"
+        tables = rows.tables[part]
+        features = rows.features[slots_of(tables, places)]
+        tokens = rows.tokens[part].gather(1, places + 1)
+        return self.head.forward(tokens, features, places, tables, context, rows.start)
+
+    def _chain(self, rows: DraftRows, num_tokens: int, hidden: Tensor, context: int) -> Proposal:
+        """Generate, each guess by the row's own rules and prefix, and by the target's noise."""
+        rules, purpose = rows.rules, Purpose.CHOICE
+        if rows.independent:
+            purpose, rules = Purpose.GUESS, replace(rules, seeds=round_seeds(rules.seeds, rows.lengths))
+        guesses, probs = [], []
+        for step in range(num_tokens):
+            logits = self.head.logits(hidden)
+            ends = rows.lengths[:, None] + step
+            prefix = Prefix(rows.tokens, ends)
+            if uses_kernels(logits.device):
+                guess = take(logits, rules, prefix, purpose)[0]
+            else:
+                guess = choose(logits, rules, prefix, purpose)
+            if rows.independent:
+                probs.append(distribution(logits, rules, prefix))
+            rows.tokens.scatter_(1, ends, guess)  # the rows' own copy
+            guesses.append(guess)
+            if step + 1 < num_tokens:
+                hidden = self.head.forward(guess, hidden, ends - 1, rows.tables, context + step + 1, rows.start)
+        lengths = torch.full_like(rows.lengths, num_tokens)
+        return Proposal(torch.cat(guesses, 1), lengths, torch.cat(probs, 1) if probs else None)
+
+    def _tree(self, rows: DraftRows, num_tokens: int, hidden: Tensor, context: int) -> Proposal:
+        """Grow a tree; its root is the pair of the last place, fed once more with the nodes after it."""
+        assert self._shape is not None
+        assert rows.features is not None
+        root = (rows.lengths[:, None] - 2).clamp(min=0)
+        root_feature = rows.features[slots_of(rows.tables, root)]
+        root_token = rows.tokens.gather(1, root + 1)
+        states = [hidden]  # what each fed pair gave, the root's first
+
+        def advance(growth: Growth, level: int) -> Tensor:
+            tree = growth.tree
+            known = states[-1]
+            above = tree.parents[..., None].expand(-1, -1, known.shape[-1])
+            features = torch.cat([root_feature.to(known.dtype), known.gather(1, above)], 1)
+            tokens = torch.cat([root_token, growth.tokens], 1)
+            last = context + growth.tokens.shape[1]
+            ancestors = tree.ancestors
+            out = self.head.forward(tokens, features, root + tree.depths, rows.tables, last, rows.start, ancestors)
+            states.append(out)
+            return ranked(self.head.logits(out[:, -growth.num_last :]), rows, level)
+
+        return grow(self._shape, num_tokens, ranked(self.head.logits(hidden), rows, 0), advance)
