@@ -15,6 +15,7 @@ from outrider.draft.roomy import RoomyRunner
 from outrider.draft.shortlist import frequent_ids
 from outrider.draft.token_map import map_tokens
 from outrider.draft.translated import TranslatedDrafter
+from outrider.draft.tree import TreeShape
 from outrider.draft.vocab import check_vocabulary
 from outrider.errors import ConfigError, VocabularyMismatchError
 from outrider.model.load import LoadedModel, load_model
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from outrider.draft.token_map import TokenMap, Way
     from outrider.kernels.weights import WeightQuantization
 
-__all__ = ["DraftSite", "draft_model", "drafter_over"]
+__all__ = ["DraftSite", "draft_model", "drafter_over", "tree_settings"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,13 @@ def draft_model(site: DraftSite) -> Drafter:
     )
 
 
+def tree_settings(speculation: SpeculationConfig) -> dict[str, Any]:
+    """What a draft that generates needs to know of trees; nothing where chains are drafted, as in mixtures."""
+    if speculation.tree is None or len(speculation.methods) > 1:
+        return {}
+    return {"shape": TreeShape(speculation.branches), "longest": speculation.num_speculative_tokens}
+
+
 def drafter_over(
     draft: LoadedModel,
     target: LoadedModel,
@@ -123,7 +131,10 @@ def drafter_over(
     owned.append(runner)
     if token_map is None:
         sizes = target.vocab_size, min(target.vocab_size, size)
-        return DraftModelDrafter(runner, *sizes, name, shortlist=shortlist, follows=target.device)
+        how: dict[str, Any] = {} if speculation is None else tree_settings(speculation)
+        return DraftModelDrafter(runner, *sizes, name, shortlist=shortlist, follows=target.device, **how)
+    if speculation is not None and tree_settings(speculation):
+        raise ConfigError(f"tree={speculation.tree!r} is not possible for a draft of another vocabulary; leave it out")
     roomy = RoomyRunner(runner, token_map.room)
     if token_map.way == "tokens":
         return TranslatedDrafter(roomy, token_map, name, follows=target.device)

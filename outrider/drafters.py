@@ -14,8 +14,7 @@ from outrider.draft.early_exit import best_exit, best_skips, kept_layers, own_te
 from outrider.draft.mixture import MixtureDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.suffix import SuffixDrafter
-from outrider.draft.tree import TreeShape
-from outrider.draft_models import DraftSite, draft_model
+from outrider.draft_models import DraftSite, draft_model, tree_settings
 from outrider.errors import CapacityError, ConfigError, OutriderError
 from outrider.model.eagle_files import load_eagle
 from outrider.model.subset import LayerSubsetRunner
@@ -86,7 +85,7 @@ def _eagle(site: DraftSite) -> Drafter:
     speculation = site.speculation
     head = load_eagle(speculation.model, site.target)
     site.runner.tap(head.tap)
-    shape = None if speculation.tree is None or len(speculation.methods) > 1 else TreeShape(speculation.branches)
+    shape = tree_settings(speculation).get("shape")
     return EagleDrafter(head, speculation.num_speculative_tokens, shape)
 
 
@@ -100,7 +99,8 @@ def _early_exit(site: DraftSite) -> Drafter:
         search = best_skips if speculation.skip_layers == "auto" else best_exit
         keep = search(runner, own_texts(runner, _sample_ids(site)), speculation.num_speculative_tokens).keep
     size = runner.vocab_size
-    return DraftModelDrafter(LayerSubsetRunner(runner, keep), size, size, "early_exit", own_cache=False)
+    how = tree_settings(speculation)
+    return DraftModelDrafter(LayerSubsetRunner(runner, keep), size, size, "early_exit", own_cache=False, **how)
 
 
 def _sample_ids(site: DraftSite) -> list[list[int]]:

@@ -34,6 +34,9 @@ def llm_with(method: str, **settings: Any) -> LLM:
         ("ngram+draft_model", {}),
         ("ngram+draft_model", {"tree": "auto", "num_speculative_tokens": 12}),
         ("suffix+early_exit", {"exit_layer": 1}),
+        ("draft_model", {"tree": "auto", "num_speculative_tokens": 12}),
+        ("draft_model", {"tree": "3x2x1", "num_speculative_tokens": 15}),
+        ("early_exit", {"exit_layer": 1, "tree": "auto", "num_speculative_tokens": 12}),
         ("suffix+ngram+draft_model", {"tree": "auto", "num_speculative_tokens": 20}),
     ],
     ids=str,
@@ -147,3 +150,15 @@ def test_a_prediction_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
 def test_an_unknown_setting_is_named() -> None:
     with pytest.raises(ConfigError, match="no setting 'trees'"):
         LLM("nowhere", trees="auto")
+
+
+def test_an_identical_drafts_tree_always_holds_the_targets_path() -> None:
+    """Acceptance 1.0 to the tree's depth, for 300 tokens; sampled, too, since draft and target share their noise."""
+    draft = tiny_draft(tiny_target(), "same")
+    common: dict[str, Any] = {"tokenizer": byte_tokenizer(), "dtype": "float32", "device": "cpu", "max_num_seqs": 2}
+    with LLM(tiny_target(), draft, tree="2x2x1", num_speculative_tokens=10, **common) as llm:
+        for params in (greedy_params(300), SamplingParams(max_tokens=300, temperature=1.0, seed=5, ignore_eos=True)):
+            output = llm.generate("Hello", params.but(speculation=10))[0]
+            assert output.token_ids == llm.generate("Hello", params.but(speculation="off"))[0].token_ids
+            assert output.stats.rounds <= 76
+            assert output.stats.acceptance_by_position == (1.0, 1.0, 1.0)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.draft.catching_up import runs
+from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.kernels.choose import take
 from outrider.kernels.launch import uses_kernels
 from outrider.proposal import Proposal
@@ -40,6 +41,8 @@ class DraftModelDrafter:
         follows: The target's device.
         own_cache: Whether the draft has a cache of its own. One made of the target's own layers reads what the target
             has cached: nothing is ever missing, and only the last committed token is fed again.
+        shape: How trees grow; None drafts chains. Where guesses must be drawn with their q, they are chains too.
+        longest: Guesses of a usual round, at most: how deep a tree can be, and how much of a text it feeds anew.
     """
 
     def __init__(
@@ -52,17 +55,21 @@ class DraftModelDrafter:
         shortlist: torch.Tensor | None = None,
         follows: torch.device | None = None,
         own_cache: bool = True,
+        shape: TreeShape | None = None,
+        longest: int = 1,
     ) -> None:
         self.runner = runner
         self._own_cache = own_cache
-        self._fed_first = REFED if own_cache else 1
-        self.name = name
         self.device_side = follows is None or follows == runner.device
+        self._shape = shape if self.device_side else None
+        refed = REFED if self._shape is None else self._shape.depth(longest) + 1
+        self._fed_first = refed if own_cache else 1
+        self.name = name
         self._shortlist = None if shortlist is None else shortlist.to(runner.device)
         self._target_vocab_size = target_vocab_size
         self._shared_vocab_size = shared_vocab_size
         self._cached: dict[int, int] = {}
-        self.makes_trees = False
+        self.makes_trees = self._shape is not None
 
     @property
     def context_length(self) -> int | None:
@@ -84,7 +91,7 @@ class DraftModelDrafter:
 
     def missing(self, slot: int, length: int) -> int:
         """Count what is not cached, but for what a chain feeds itself."""
-        return max(0, length - REFED - self._cached.get(slot, 0)) if self._own_cache else 0
+        return max(0, length - self._fed_first - self._cached.get(slot, 0)) if self._own_cache else 0
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed the next tokens that are not cached; on a card, rows that lack about as many share a pass.
@@ -104,7 +111,9 @@ class DraftModelDrafter:
             self._cached[slot] = begin + count
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
-        """Generate `num_tokens` tokens a row, each by the row's own sampling parameters and prefix."""
+        """Generate `num_tokens` tokens a row, by the row's own sampling parameters and prefix; or a tree of them."""
+        if self._shape is not None and not rows.independent:
+            return self._tree(self._shape, rows, num_tokens)
         device = self.runner.device
         tokens, lengths, tables = rows.tokens.to(device), rows.lengths.to(device), rows.tables.to(device)
         rules = rows.rules if rows.lengths.device == device else rows.rules.to(device)
@@ -133,9 +142,35 @@ class DraftModelDrafter:
         return Proposal(torch.cat(guesses, 1), lengths, torch.cat(probs, 1) if probs else None).to(rows.lengths.device)
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
-        """Count as cached what was fed and turned out right; the next chain feeds the two tokens after that."""
+        """Count as cached what was fed and turned out right; the next chain feeds the two tokens after that.
+
+        A tree's nodes lie where they were fed, not where the text has them: none of them counts.
+        """
         for slot, length, right in zip(slots, lengths, accepted, strict=True):
-            self._cached[slot] = length - 1 + right
+            self._cached[slot] = length if self.makes_trees else length - 1 + right
+
+    def _tree(self, shape: TreeShape, rows: DraftRows, num_tokens: int) -> Proposal:
+        """Grow a tree; its root is the last committed token, fed once more with the nodes after it."""
+        last = rows.lengths[:, None] - 1
+        root = self._known(rows.tokens.gather(1, last))
+        positions = (last - torch.arange(self._fed_first - 1, -1, -1, device=last.device)).clamp(min=0)
+        context = max(rows.host_lengths)
+        fed = self._known(rows.tokens.gather(1, positions))
+        first = self.runner.forward(fed, positions, rows.tables, context, rows.start)[:, -1:]
+
+        def advance(growth: Growth, level: int) -> torch.Tensor:
+            tree, tokens = growth.tree, torch.cat([root, self._known(growth.tokens)], 1)
+            place = context + growth.tokens.shape[1]
+            ancestors = tree.ancestors
+            logits = self.runner.forward(tokens, last + tree.depths, rows.tables, place, rows.start, ancestors)
+            return ranked(self._padded(logits[:, -growth.num_last :]), rows, level)
+
+        return grow(shape, num_tokens, ranked(self._padded(first), rows, 0), advance)
+
+    def _padded(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give logits over the target's ids; what the draft does not know cannot be guessed."""
+        known = self._widened(logits)
+        return F.pad(known, (0, self._target_vocab_size - known.shape[-1]), value=float("-inf"))
 
     def release(self, slot: int) -> None:
         """Forget a slot's cache."""
