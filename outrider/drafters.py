@@ -8,25 +8,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.config import Method
+from outrider.draft.dflash import BlockDrafter
 from outrider.draft.draft_model import DraftModelDrafter
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import best_exit, best_skips, kept_layers, own_texts
+from outrider.draft.fixed_tree import PUBLISHED_TREE, widest_paths
+from outrider.draft.medusa import MedusaDrafter
 from outrider.draft.mixture import MixtureDrafter
+from outrider.draft.mtp import MtpDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.draft_models import DraftSite, draft_model, tree_settings
 from outrider.errors import CapacityError, ConfigError, OutriderError
+from outrider.model.dflash_files import load_block_draft
 from outrider.model.eagle_files import load_eagle
+from outrider.model.medusa_heads import load_medusa, medusa_tap
+from outrider.model.mtp import load_mtp
 from outrider.model.subset import LayerSubsetRunner
 from outrider.samples import SAMPLE_PROMPTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from outrider.config import SpeculationConfig
     from outrider.draft.drafter import Drafter
 
 __all__ = ["MAKERS", "make_drafter"]
 
+BLOCK_TREE = (4, 3, 2, 2, 1, 1)  # guesses after each, where a block drafter makes a tree
 SUFFIX_BRANCHES = 3  # ways on after each guess, where lookup guesses trees
 
 
@@ -81,6 +90,34 @@ def _suffix(site: DraftSite) -> Drafter:
     )
 
 
+def _medusa(site: DraftSite) -> Drafter:
+    heads = load_medusa(site.speculation.model, site.target)
+    site.runner.tap(medusa_tap(site.target))
+    return MedusaDrafter(heads, _paths(site.speculation, PUBLISHED_TREE, heads.num_heads))
+
+
+def _dflash(site: DraftSite) -> Drafter:
+    network = load_block_draft(site.speculation.model, site.target)
+    site.runner.tap(network.tap)
+    return BlockDrafter(network, _paths(site.speculation, widest_paths(BLOCK_TREE), network.settings.block_size - 1))
+
+
+def _paths(
+    speculation: SpeculationConfig, usual: tuple[tuple[int, ...], ...], depth: int
+) -> tuple[tuple[int, ...], ...] | None:
+    """The tree of heads that guess all places at once: as named, or the usual one as deep as they reach."""
+    shape = tree_settings(speculation).get("shape")
+    if shape is None:
+        return None
+    return widest_paths(shape.branches) if shape.branches else tuple(path for path in usual if len(path) <= depth)
+
+
+def _mtp(site: DraftSite) -> Drafter:
+    head = load_mtp(site.target)
+    site.runner.tap(head.tap)
+    return MtpDrafter(head, site.speculation.num_speculative_tokens, tree_settings(site.speculation).get("shape"))
+
+
 def _eagle(site: DraftSite) -> Drafter:
     speculation = site.speculation
     head = load_eagle(speculation.model, site.target)
@@ -118,4 +155,7 @@ MAKERS: dict[Method, Callable[[DraftSite], Drafter | None]] = {
     Method.DRAFT_MODEL: draft_model,
     Method.EARLY_EXIT: _early_exit,
     Method.EAGLE: _eagle,
+    Method.MEDUSA: _medusa,
+    Method.DFLASH: _dflash,
+    Method.MTP: _mtp,
 }

@@ -16,7 +16,7 @@ from outrider.model.runner import TorchRunner
 from outrider.progress import counted, tracked
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import output_of
-from outrider.setup import check_parallel, load_target, resolve_device, speculation_from, warn_lossy
+from outrider.setup import check_exact, check_parallel, load_target, resolve_device, speculation_from, warn_lossy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,6 +105,7 @@ class LLM:
         where = resolve_device(device, model)
         chunk = PREFILL_CHUNK[where.type == "cuda"] if prefill_chunk_size is None else prefill_chunk_size
         config = EngineConfig(max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, chunk, exact, seed)
+        check_exact(exact, speculation)
         warn_lossy(speculation.verification)
         self._lock = threading.RLock()
         self._owned: list[TorchRunner] = []

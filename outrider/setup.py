@@ -10,8 +10,10 @@ import torch
 
 from outrider.config import Method, SpeculationConfig, Verification
 from outrider.errors import ConfigError
+from outrider.model.dflash_files import is_block_draft
 from outrider.model.eagle_files import is_eagle
 from outrider.model.head_files import head_config
+from outrider.model.medusa_heads import is_medusa
 
 if TYPE_CHECKING:
     from outrider.model.load import LoadedModel
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_draft_quantization",
+    "check_exact",
     "check_parallel",
     "implied_method",
     "load_target",
@@ -64,6 +67,10 @@ def implied_method(model: Any) -> Method:
     config = head_config(model)
     if config is not None and is_eagle(config):
         return Method.EAGLE
+    if config is not None and is_block_draft(config):
+        return Method.DFLASH
+    if config is not None and is_medusa(config):
+        return Method.MEDUSA
     return Method.DRAFT_MODEL
 
 
@@ -108,6 +115,19 @@ def check_draft_quantization(kind: str | None, source: Any, device: torch.device
         )
     if kind == "fp8" and device.type == "cpu":
         raise ConfigError("draft_quantization='fp8' needs a GPU; on a CPU use 'int8' or 'int4', or leave it out")
+
+
+def check_exact(exact: bool, speculation: SpeculationConfig) -> None:
+    """Refuse what exact mode cannot keep its promise with.
+
+    Raises:
+        ConfigError: Trees are asked for.
+    """
+    if exact and speculation.tree is not None:
+        raise ConfigError(
+            f"exact=True and tree={speculation.tree!r} exclude each other: a path's last bits depend on where in the "
+            "tree it was; leave one of them out"
+        )
 
 
 def check_parallel(tensor_parallel_size: int) -> None:

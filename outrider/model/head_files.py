@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelLoadError
 from outrider.model.checkpoint import _download as download
+from outrider.model.checkpoint import _hub_files as hub_files
 from outrider.model.checkpoint import first_line
 
 if TYPE_CHECKING:
@@ -34,14 +35,17 @@ def head_folder(source: str | Path, revision: str | None = None) -> Path:
     """Give the folder of a head: a local one, or the local snapshot of a Hub repository.
 
     Raises:
-        ModelLoadError: There is neither.
+        ModelLoadError: There is neither, or the repository holds pickles alone.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if isinstance(source, Path) or path.exists() or str(source).count("/") > 1 or str(source).startswith((".", "~")):
         raise ModelLoadError(f"no head at {source}: give the folder that holds its config.json, or a Hub id")
-    return download(str(source), revision, ["*.json", "*.safetensors"])
+    folder = download(str(source), revision, ["*.json", "*.safetensors"])
+    if not any(folder.glob("*.safetensors")):
+        _refuse_pickles(str(source), [Path(name) for name in hub_files(str(source), revision, folder)])
+    return folder
 
 
 def head_config(source: object) -> dict[str, Any] | None:
@@ -126,13 +130,19 @@ class HeadFiles:
         index = self.folder / _INDEX
         if index.is_file():
             return _shards(index)
-        pickles = sorted(path.name for pattern in _PICKLES for path in self.folder.glob(pattern))
-        if not pickles:
-            raise ModelLoadError(f"{self.folder} holds no {' or '.join(names)}; check the path or download it again")
-        command = _CONVERT.format(pickle=self.folder / pickles[0], target=self.folder / names[0])
+        _refuse_pickles(str(self.folder), list(self.folder.iterdir()), names[0])
+        raise ModelLoadError(f"{self.folder} holds no {' or '.join(names)}; check the path or download it again")
+
+
+def _refuse_pickles(where: str, files: Sequence[Path], wanted: str | None = None) -> None:
+    """Raise where there are weights in a format that is not read; `wanted` is the file to be made of them."""
+    pickles = sorted(path for path in files if any(path.match(pattern) for pattern in _PICKLES))
+    if pickles:
+        target = pickles[0].with_name(wanted) if wanted else pickles[0].with_suffix(".safetensors")
+        command = _CONVERT.format(pickle=pickles[0], target=target)
         raise ModelLoadError(
-            f"{self.folder} holds {pickles[0]}, a pickle, which can run code and is not read; if you trust it, convert "
-            f"it once: {command}"
+            f"{where} holds {pickles[0].name}, a pickle, which can run code and is not read; if you trust it, convert "
+            f"it once, in a local folder: {command}"
         )
 
 
