@@ -72,9 +72,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GREEDY_SETTINGS = tuple(name for name, one in SETTINGS.items() if one["temperature"] == 0)
+BY_NAME: dict[str, dict[str, Any]] = {  # drafters as users name them; those with a draft model take a noisy one
+    "suffix": {"method": "suffix"},
+    "early exit": {"method": "early_exit", "exit_layer": 1},
+    "lookup or draft": {"method": "ngram+draft_model"},
+    "lookup and draft": {"method": "suffix+draft_model", "tree": "auto"},
+    "draft trees": {"method": "draft_model", "tree": "auto"},
+}
 DRAFTERS = (
     "none", "ngram 1-3", "ngram 2-4", "same", "noisy", "unrelated", "all right", "all wrong", "alternating",
-    "short context", "failing", "trees",
+    "short context", "failing", "trees", *BY_NAME,
 )  # fmt: skip
 BATCHES = ("single", "four prompts", "mixed settings", "staggered", "n=3", "tiny cache")
 LENGTHS = (1, 2, 3, 5, 8, 16, "auto")
@@ -119,7 +126,7 @@ def _fails_in_every_way(proposal: Any, call: int, rows: Any) -> Any:
 def engine(drafter: str, verification: str = "coupled", tiny_cache: bool = False) -> LLM:
     common: dict[str, Any] = {"tokenizer": byte_tokenizer(), "dtype": "float32", "device": "cpu"}
     common |= {"verification": verification, "prefill_chunk_size": 16}
-    models = ("same", "noisy", "unrelated", "short context")
+    models = ("same", "noisy", "unrelated", "short context", *(name for name in BY_NAME if "draft" in name))
     if tiny_cache:
         common["kv_cache_bytes"] = 8 * 16 * 512 * (2 if drafter in models else 1)
     if drafter == "none":
@@ -127,6 +134,9 @@ def engine(drafter: str, verification: str = "coupled", tiny_cache: bool = False
     if drafter.startswith("ngram"):
         low, high = map(int, drafter.split()[1].split("-"))
         return engine_with(NGramDrafter(high, low), target(), **_without(common, "dtype", "device"))
+    if drafter in BY_NAME:
+        draft = draft_llm("noisy") if drafter in models else None
+        return LLM(target(), draft, num_speculative_tokens=16, **BY_NAME[drafter], **common)
     if drafter in models:
         return LLM(target(), draft_llm(drafter), num_speculative_tokens=16, **common)
     return engine_with(scripted(drafter), target(), **_without(common, "dtype", "device"))
