@@ -99,7 +99,7 @@ def _medusa(site: DraftSite) -> Drafter:
 def _dflash(site: DraftSite) -> Drafter:
     network = load_block_draft(site.speculation.model, site.target)
     site.runner.tap(network.tap)
-    return BlockDrafter(network, _paths(site.speculation, widest_paths(BLOCK_TREE), network.settings.block_size - 1))
+    return BlockDrafter(network, _paths(site.speculation, widest_paths(BLOCK_TREE), network.settings.num_guesses))
 
 
 def _paths(

@@ -212,7 +212,7 @@ def test_logits_in_an_engine_are_the_papers(tmp_path: Path, kind: str) -> None:
         prompt, seen = PROMPTS[3], []
         for length in (5, 2, 3, 1):
             networks[0].calls = []
-            output = llm.generate([prompt], greedy_params(30, speculation=length))[0]
+            output = llm.generate([prompt], greedy_params(18, speculation=length))[0]
             seen.append(([*prompt, *output.token_ids], networks[0].calls))
     for text, calls in seen:
         assert text == seen[0][0]
@@ -423,7 +423,7 @@ def test_block_drafters_change_no_token(tmp_path: Path, verification: str, confi
     llm, _ = engine(target_model(), folder, paths, lookahead=8, verification=verification)
     with llm:
         for rules in RULES if verification == "coupled" else RULES[:1]:
-            params = SamplingParams(max_tokens=25, seed=5, ignore_eos=True, **rules)
+            params = SamplingParams(max_tokens=16, seed=5, ignore_eos=True, **rules)
             wanted = [one.token_ids for one in llm.generate(PROMPTS, params.but(speculation="off"))]
             outputs = llm.generate(PROMPTS, params.but(speculation=8))
             assert [one.token_ids for one in outputs] == wanted

@@ -13,7 +13,7 @@ import torch
 
 from outrider.draft.draft_model import DraftModelDrafter
 from outrider.llm import LLM
-from outrider.model.kv_cache import BLOCK_SIZE, NULL_BLOCK
+from outrider.model.kv_cache import BLOCK_SIZE, NULL_BLOCK, RESERVED
 from outrider.sampling.params import SamplingParams
 from tests.scripted import ALL, ScriptedDrafter, engine_with, full_texts, greedy_params
 from tests.tiny import byte_tokenizer, greedy, tiny_draft, tiny_sliding, tiny_target
@@ -285,3 +285,15 @@ def test_no_buffer_moves_while_rounds_accept_and_reject() -> None:
     assert [one.prompt_token_ids + one.token_ids for one in made] == texts(100)
     assert 0 < llm.engine.figures.accepted < llm.engine.figures.drafted
     assert addresses() == before
+
+
+def test_a_context_that_is_said_too_large_shows_a_lone_row_no_more() -> None:
+    """A lone token over blocks in order is read without a mask, but only where its context is exact."""
+    with engine_with(None, tiny_target()) as llm:
+        runner = llm.engine.runner
+        tables = torch.arange(RESERVED, RESERVED + 4)[None]
+        tokens = torch.tensor([[65, 66, 67, 68, 69]])
+        runner.feed(tokens, torch.arange(5)[None], tables, 5, RESERVED * BLOCK_SIZE)
+        asked = torch.tensor([[70]]), torch.tensor([[5]]), tables
+        exact, larger = (runner.forward(*asked, context, RESERVED * BLOCK_SIZE) for context in (6, 11))
+        assert torch.allclose(exact, larger, atol=1e-5)

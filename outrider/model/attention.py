@@ -118,8 +118,11 @@ class Step:
         """Additive mask ``[B, 1, group * T, L]``, one for all layers of a kind; None where everything is seen."""
         key = (window, group)
         if key not in self.masks:
-            lone = isinstance(self.read, slice) and self.positions.shape[1] == 1
-            everything = lone and (window is None or self.context <= window)
+            lone = (
+                isinstance(self.read, slice) and self.positions.shape == (1, 1) and self.positions.device.type == "cpu"
+            )
+            last = lone and int(self.positions) + 1 == self.context  # where the caller knew it exactly
+            everything = last and (window is None or self.context <= window)
             self.masks[key] = None if everything else self._mask(window, group, dtype)
         return self.masks[key]
 
