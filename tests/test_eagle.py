@@ -222,7 +222,7 @@ def _replace(name: str, tensor: torch.Tensor) -> Any:
         ("eagle", _replace("layers.0.mlp.router.weight", torch.zeros(2)), "layers.0.mlp.router.weight"),
         ("eagle", _replace("embed_tokens.weight", torch.zeros(100, 64)), "embeds 100 ids"),
     ],
-    ids=str,
+    ids=("matrix", "layer", "joining", "narrow", "other width", "map", "short matrix", "unknown", "short embedding"),
 )
 def test_heads_that_do_not_fit_are_refused_by_name(kind: str, damage: Any, message: str, tmp_path: Path) -> None:
     made = write(kind, tmp_path / "head", tiny_target())

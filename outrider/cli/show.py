@@ -95,6 +95,7 @@ def figures(stats: SpeculationStats) -> dict[str, Any]:
         "acceptance_rate": round(stats.acceptance_rate, 4),
         "acceptance_by_position": [round(one, 4) for one in stats.acceptance_by_position],
         "tokens_per_round": round(stats.tokens_per_round, 4),
+        "by_drafter": {name: {"drafted": made, "accepted": right} for name, (made, right) in stats.by_drafter.items()},
         "lossy": stats.lossy,
     }
 
@@ -134,8 +135,18 @@ def summary(stats: Sequence[SpeculationStats], seconds: float) -> str:
     lossy = "; lossy" if any(one.lossy for one in stats) else ""
     return (
         f"{line}; accepted {accepted} of {drafted} guesses ({accepted / drafted:.0%}), "
-        f"{tokens / rounds:.2f} tokens a round{lossy}"
+        f"{tokens / rounds:.2f} tokens a round{_by_drafter(stats)}{lossy}"
     )
+
+
+def _by_drafter(stats: Sequence[SpeculationStats]) -> str:
+    """Tell what each part of a mixture was right in."""
+    names = dict.fromkeys(name for one in stats for name in one.by_drafter)
+    counts = {name: [one.by_drafter[name] for one in stats if name in one.by_drafter] for name in names}
+    shares = [
+        f"{name} {sum(right for _, right in told)} of {sum(made for made, _ in told)}" for name, told in counts.items()
+    ]
+    return f" ({', '.join(shares)})" if shares else ""
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.config import MAX_DRAFT_TOKENS
 from outrider.draft.catching_up import runs
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.kernels.attention import slots_of
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EagleDrafter"]
 
-UNREAD = 1  # places by which the text may have grown, without guesses, in the round that the host has not read
-
 
 class EagleDrafter:
     """Drafts with a head that reads the target's features.
@@ -55,8 +52,7 @@ class EagleDrafter:
         self.makes_trees = shape is not None
         self._shape = shape
         deepest = longest if shape is None else shape.depth(longest)
-        # All that a round may commit, and what the host does not know; but no more than a round's widest pass.
-        self._window = min(max(deepest, 1) + 1 + UNREAD, MAX_DRAFT_TOKENS + 1)
+        self._window = max(deepest, 1) + 1  # all that a round may commit
         self._cached: dict[int, int] = {}
 
     @property
@@ -78,7 +74,7 @@ class EagleDrafter:
 
     def missing(self, slot: int, length: int) -> int:
         """Count the pairs of feature and token that are not cached, but for those of the window."""
-        return max(0, length - 1 - (self._window - UNREAD) - self._cached.get(slot, 0))
+        return max(0, length - 1 - self._window - self._cached.get(slot, 0))
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed the next pairs; what a shorter row is fed beyond its count is fed again before it is read."""

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.draft.drafter import DraftRows
+    from outrider.sampling.rules import Rules
 
 __all__ = ["Growth", "TreeShape", "grow", "ranked"]
 
 DEEPEST = 6  # levels of a dynamic tree: later ones are rarely reached
+SEEN = 8  # ways on from each node that a dynamic tree looks at, at least: they cost nothing until they are followed
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class _Growing:
         """Take in what may follow each of the last level's nodes: ``[B, m, V]``."""
         rows, above, vocab_size = scores.shape
         branches = self._shape.branches
-        width = branches[self._levels] if branches else self._shape.followed(self._num_nodes)
+        width = branches[self._levels] if branches else max(SEEN, self._shape.followed(self._num_nodes))
         best, ids = scores.topk(min(width, vocab_size), -1)
         width = best.shape[-1]
         begin = self.num_seen
@@ -186,10 +188,19 @@ def ranked(logits: Tensor, rows: DraftRows, step: int) -> Tensor:
     position is known, and with it guesses agree as often as two distributions allow. Rules that look at the text before
     a choice see the text without the guesses.
     """
-    prefix = Prefix(rows.tokens, (rows.lengths[:, None] + step).expand(-1, logits.shape[1]))
-    scores = shaped(logits.float(), rows.rules, Prefix(rows.tokens, rows.lengths[:, None].expand_as(prefix.ends)))
+    ends = (rows.lengths[:, None] + step).expand(-1, logits.shape[1])
+    scores = _each(shaped, logits.float(), rows)
     if not rows.rules.flags.random:
         return scores.log_softmax(-1)
-    noise = gumbel(rows.rules.seeds, prefix.ends, Purpose.CHOICE, logits.shape[-1])
-    drawn = distribution(logits.float(), rows.rules, prefix).log() + noise
+    noise = gumbel(rows.rules.seeds, ends, Purpose.CHOICE, logits.shape[-1])
+    drawn = _each(distribution, logits.float(), rows).log() + noise
     return torch.where((rows.rules.temperature > 0)[:, None, None], drawn, scores).log_softmax(-1)
+
+
+def _each(rule: Callable[[Tensor, Rules, Prefix], Tensor], logits: Tensor, rows: DraftRows) -> Tensor:
+    """Apply the rules to every node alone: side by side they would count as one after another."""
+    text = Prefix(rows.tokens, rows.lengths[:, None])
+    if rows.rules.flags.simple:
+        return rule(logits, rows.rules, text)
+    each = (logits[:, node : node + 1] for node in range(logits.shape[1]))
+    return torch.cat([rule(one, rows.rules, text) for one in each], 1)

@@ -108,7 +108,7 @@ class EagleHead:
         hidden = self._norm(hidden.to(self.dtype), "taps_norm")
         each = self.weights.get("tap_norms")
         if each is not None:
-            hidden = self._normed(hidden.unflatten(-1, each.shape), each).flatten(-2)
+            hidden = self._normed(hidden.view(*hidden.shape[:-1], *each.shape), each).flatten(-2)
         return self._linear(hidden, "fc")
 
     @property
