@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from outrider.config import Method, SpeculationConfig, Verification
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelLoadError
 from outrider.model.dflash_files import is_block_draft
 from outrider.model.eagle_files import is_eagle
 from outrider.model.head_files import head_config
@@ -55,16 +55,22 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
         settings |= {name: value for name, value in given.items() if name in known}
     if isinstance(settings["model"], str) and settings["model"] in NGRAM_MODELS:
         settings |= {"model": None, "method": settings["method"] or Method.NGRAM}
-    if settings["method"] is None:
-        settings["method"] = implied_method(settings["model"])
-    return SpeculationConfig(**settings)
+    if settings["method"] is not None:
+        return SpeculationConfig(**settings)
+    # All else is checked first: telling a head by its config may mean a download.
+    settings["method"] = Method.NONE if settings["model"] is None else Method.DRAFT_MODEL
+    made = SpeculationConfig(**settings)
+    return replace(made, method=implied_method(made.model))
 
 
 def implied_method(model: Any) -> Method:
     """What drafts where only a model is named: heads are known by their config, all else drafts as a model."""
     if model is None:
         return Method.NONE
-    config = head_config(model)
+    try:
+        config = head_config(model)
+    except ModelLoadError:  # it will be met again where the draft is loaded, and be dealt with there
+        config = None
     if config is not None and is_eagle(config):
         return Method.EAGLE
     if config is not None and is_block_draft(config):

@@ -75,10 +75,10 @@ def test_what_a_shortened_draft_draws_from_is_a_distribution_over_its_list(pair:
 def test_a_draft_without_room_costs_its_speed_alone(
     pair: tuple[str, str], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(*_: object) -> None:
+    def run_out(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("outrider.drafters._loaded", run_out)
+    monkeypatch.setattr("outrider.draft_models.load_model", run_out)
     with pytest.warns(UserWarning, match="no speculation: the draft could not be used"):
         llm = LLM(*pair, dtype="float32", device="cpu")
     with llm:

@@ -69,7 +69,10 @@ class ModelOptions:
     ] = None
     speculative_model: Annotated[
         str | None,
-        Option(help="The draft, given in the same ways; also spelled -md.", rich_help_panel=DRAFTING),
+        Option(
+            help="The draft, given in the same ways, or a head's folder or Hub id; also spelled -md.",
+            rich_help_panel=DRAFTING,
+        ),
     ] = None
     method: Annotated[
         str | None,

@@ -21,7 +21,9 @@ __all__ = [
     "Checkpoint",
     "StoredTensor",
     "default_model_source",
+    "download",
     "first_line",
+    "hub_files",
     "locate",
     "stored_dtype",
     "stored_tensors",
@@ -102,7 +104,7 @@ def locate(source: str | Path, revision: str | None = None) -> Checkpoint:
     if file:
         if not file.endswith(".gguf"):
             raise ModelLoadError(f"{text}: what follows the colon must be the name of a .gguf file in {repo}")
-        folder = _download(repo, revision, [file])
+        folder = download(repo, revision, [file])
         if not (folder / file).is_file():
             raise ModelLoadError(f"{text}: {repo} on the Hub has no file {file}; check its file list")
         return Checkpoint("gguf", folder / file, Path(file).stem)
@@ -110,12 +112,12 @@ def locate(source: str | Path, revision: str | None = None) -> Checkpoint:
 
 
 def _on_hub(repo: str, revision: str | None) -> Checkpoint:
-    folder = _download(repo, revision, ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
+    folder = download(repo, revision, ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
     if not any(folder.glob("*.safetensors")) and not (folder / _INDEX).is_file():
-        found = _hub_files(repo, revision, folder)
+        found = hub_files(repo, revision, folder)
         ggufs = sorted(file for file in found if file.endswith(".gguf"))
         if len(ggufs) == 1:
-            folder = _download(repo, revision, ggufs)
+            folder = download(repo, revision, ggufs)
             return Checkpoint("gguf", folder / ggufs[0], Path(ggufs[0]).stem)
         if ggufs:
             raise ModelLoadError(
@@ -125,7 +127,7 @@ def _on_hub(repo: str, revision: str | None) -> Checkpoint:
     return _in_folder(folder, repo)
 
 
-def _hub_files(repo: str, revision: str | None, folder: Path) -> list[str]:
+def hub_files(repo: str, revision: str | None, folder: Path) -> list[str]:
     """Every file of the repository; offline, those that are already in the local snapshot."""
     from huggingface_hub import HfApi
 
@@ -135,7 +137,7 @@ def _hub_files(repo: str, revision: str | None, folder: Path) -> list[str]:
         return [str(path.relative_to(folder)) for path in folder.rglob("*")]
 
 
-def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
+def download(repo: str, revision: str | None, patterns: list[str]) -> Path:
     """The local snapshot of a Hub repository's files that match; only the missing ones travel."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (

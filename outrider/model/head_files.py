@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelLoadError
-from outrider.model.checkpoint import _download as download
-from outrider.model.checkpoint import _hub_files as hub_files
-from outrider.model.checkpoint import first_line
+from outrider.model.checkpoint import download, first_line, hub_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -92,7 +92,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 1},
     "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {257: 100.0}},
 }
-OF_SPECULATION = {"speculation", "speculative_model", "num_speculative_tokens"}
+OF_SPECULATION = {"speculation", "speculative_model", "num_speculative_tokens", "prediction"}
 
 
 def test_E04_no_sampling_field_is_dropped_under_speculation() -> None:

@@ -74,7 +74,7 @@ class Schedule:
     def __init__(self, lengths: list[int]) -> None:
         self._lengths, self.asked = lengths, []
 
-    def length(self, sequence: object, drafter: str, most: int, num_rows: int) -> int:
+    def length(self, sequence: object, drafter: str, most: int, num_rows: int, *, whole: bool = False) -> int:
         self.asked.append(min(most, self._lengths[len(self.asked) % len(self._lengths)]))
         return self.asked[-1]
 
