@@ -172,8 +172,7 @@ class Watched(BlockDraft):
 
     def allocate(self, num_blocks: int) -> None:
         super().allocate(num_blocks)
-        assert self._cache is not None
-        for pool in [*self._cache.keys, *self._cache.values]:
+        for pool in [*self._cache.made.keys, *self._cache.made.values]:
             pool[16:] = torch.nan
 
     def guess(self, last: Any, places: Any, tables: Any, length: int, start: Any, num_tokens: int) -> torch.Tensor:

@@ -21,16 +21,17 @@ import torch
 import torch.nn.functional as F
 
 from outrider.kernels.attention import slots_of
-from outrider.kernels.launch import uses_kernels
 from outrider.model.attention import ATTENTION_NAME, Step, register
 from outrider.model.features import FeatureTap
-from outrider.model.kv_cache import KVCache, LayerShape
-from outrider.model.paged import PagedStep
+from outrider.model.head_cache import HeadCache
+from outrider.model.kv_cache import LayerShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
+
+    from outrider.model.paged import PagedStep
 
 __all__ = ["BlockDraft", "BlockOutput", "BlockSettings", "draft_layer"]
 
@@ -117,8 +118,7 @@ class BlockDraft:
         self._rotary, self._norm, self._joint_norm = rotary, norm, joint_norm
         self._joint, self._embedding = joint, embedding
         self.layers = [_shape(layer.self_attn) for layer in self._layers]
-        self._kernels = uses_kernels(self.device)
-        self._cache: KVCache | None = None
+        self._cache = HeadCache(self.layers, self.dtype, self.device)
         self._tap = FeatureTap(tuple(one + 1 for one in settings.target_layers), joint.shape[0], self._condition)
 
     @property
@@ -129,12 +129,11 @@ class BlockDraft:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes that one cached token takes in all layers."""
-        return KVCache.bytes_per_slot(self.layers, self.dtype)
+        return self._cache.bytes_per_slot
 
     def allocate(self, num_blocks: int) -> None:
         """Make the cache; a larger one that stands already is kept."""
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = KVCache(self.layers, num_blocks, self.dtype, self.device)
+        self._cache.allocate(num_blocks)
 
     @torch.inference_mode()
     def keep(self, features: Tensor, places: Tensor, tables: Tensor) -> None:
@@ -142,7 +141,7 @@ class BlockDraft:
 
         Several entries of one place must be the same.
         """
-        assert self._cache is not None, "allocate() comes first"
+        kept = self._cache.made
         slots = slots_of(tables, places).flatten()
         features = features.to(self.dtype)
         cos, sin = self._rotary(features, position_ids=places)
@@ -151,8 +150,8 @@ class BlockDraft:
             shape = (*features.shape[:2], -1, attention.head_dim)
             key = _rotated(attention.k_norm(attention.k_proj(features).view(shape)), cos, sin)
             value = attention.v_proj(features).view(shape)
-            self._cache.keys[number].index_copy_(0, slots, key.flatten(0, 1))
-            self._cache.values[number].index_copy_(0, slots, value.flatten(0, 1))
+            kept.keys[number].index_copy_(0, slots, key.flatten(0, 1))
+            kept.values[number].index_copy_(0, slots, value.flatten(0, 1))
 
     @torch.inference_mode()
     def guess(
@@ -217,12 +216,9 @@ class BlockDraft:
     def _step(
         self, positions: Tensor, tables: Tensor, context: int, start: int | None, causal: bool
     ) -> Step | PagedStep:
-        assert self._cache is not None, "allocate() comes first"
-        # In an ancestor mask where every token is everybody's ancestor, the whole block is seen from everywhere.
-        everyone = None if causal else torch.full_like(positions, (1 << positions.shape[1]) - 1)
-        if self._kernels:
-            return PagedStep(self._cache, positions, tables, context, None, everyone)
-        return Step.over(self._cache, positions, tables, context, start=start, ancestors=everyone)
+        # In an ancestor mask where every token is everybody's ancestor (all bits: -1), the whole block is seen.
+        everyone = None if causal else torch.full_like(positions, -1)
+        return self._cache.step(positions, tables, context, start, everyone)
 
 
 def draft_layer(config: Any, number: int, window: int | None) -> Any:

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from outrider.kernels.launch import uses_kernels
 from outrider.model.attention import Step, attend
 from outrider.model.features import FeatureTap
-from outrider.model.kv_cache import KVCache, LayerShape
-from outrider.model.paged import PagedStep
+from outrider.model.head_cache import HeadCache
+from outrider.model.kv_cache import LayerShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from outrider.model.paged import PagedStep
 
 __all__ = ["EagleHead", "EagleSettings"]
 
@@ -84,7 +85,12 @@ class EagleHead:
     vocab_size: int
     ids: Tensor | None = None
     layer_idx: int = 0
-    _cache: KVCache | None = field(default=None, repr=False)
+    _cache: HeadCache = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        shape = LayerShape(settings.num_kv_heads, settings.head_dim, settings.head_dim, settings.window)
+        self._cache = HeadCache([shape], self.dtype, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -112,19 +118,13 @@ class EagleHead:
         return self._linear(hidden, "fc")
 
     @property
-    def _layers(self) -> list[LayerShape]:
-        settings = self.settings
-        return [LayerShape(settings.num_kv_heads, settings.head_dim, settings.head_dim, settings.window)]
-
-    @property
     def bytes_per_slot(self) -> int:
         """Bytes that its cache takes a token."""
-        return KVCache.bytes_per_slot(self._layers, self.dtype)
+        return self._cache.bytes_per_slot
 
     def allocate(self, num_blocks: int) -> None:
         """Make its cache; a larger one that stands already is kept."""
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = KVCache(self._layers, num_blocks, self.dtype, self.device)
+        self._cache.allocate(num_blocks)
 
     @torch.inference_mode()
     def forward(
@@ -151,12 +151,8 @@ class EagleHead:
         Returns:
             Features of the next places, as the head sees them, ``[B, T, hidden]``: for `logits`, and to be fed.
         """
-        assert self._cache is not None, "allocate() comes first"
         positions = positions.clamp(max=self.settings.context_length - 1)
-        if uses_kernels(self.device):
-            step: Step | PagedStep = PagedStep(self._cache, positions, tables, context, None, ancestors)
-        else:
-            step = Step.over(self._cache, positions, tables, context, start=start, ancestors=ancestors)
+        step = self._cache.step(positions, tables, context, start, ancestors)
         embedded, features = self.embed(tokens).to(self.dtype), features.to(self.dtype)
         if self.settings.third:
             normed = self._norm(features, "hidden_norm")

@@ -25,12 +25,10 @@ import torch
 import torch.nn.functional as F
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
-from outrider.kernels.launch import uses_kernels
 from outrider.model.attention import ATTENTION_NAME, Probe, Step, register
 from outrider.model.features import FeatureTap
+from outrider.model.head_cache import HeadCache
 from outrider.model.head_files import HeadFiles, head_folder
-from outrider.model.kv_cache import KVCache
-from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from outrider.model.load import LoadedModel
+    from outrider.model.paged import PagedStep
 
 __all__ = ["MtpHead", "MtpSettings", "has_mtp", "load_mtp"]
 
@@ -101,8 +100,8 @@ class MtpHead:
         self._head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self._rotary = model.base_model.rotary_emb
         self._num_layers = int(model.config.get_text_config().num_hidden_layers)
-        self._cache: KVCache | None = None
         self.layers = [self._probed()]
+        self._cache = HeadCache(self.layers, self.dtype, self.device)
 
     @property
     def tap(self) -> FeatureTap:
@@ -112,12 +111,11 @@ class MtpHead:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes that its cache takes a token."""
-        return KVCache.bytes_per_slot(self.layers, self.dtype)
+        return self._cache.bytes_per_slot
 
     def allocate(self, num_blocks: int) -> None:
         """Make its cache; a larger one that stands already is kept."""
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = KVCache(self.layers, num_blocks, self.dtype, self.device)
+        self._cache.allocate(num_blocks)
 
     @torch.inference_mode()
     def forward(
@@ -144,12 +142,8 @@ class MtpHead:
         Returns:
             Hidden states of the next places, ``[B, T, hidden]``: for `logits`, and to be fed.
         """
-        assert self._cache is not None, "allocate() comes first"
         positions = positions.clamp(max=self.settings.context_length - 1)
-        if uses_kernels(self.device):
-            step: Step | PagedStep = PagedStep(self._cache, positions, tables, context, None, ancestors)
-        else:
-            step = Step.over(self._cache, positions, tables, context, start=start, ancestors=ancestors)
+        step = self._cache.step(positions, tables, context, start, ancestors)
         return self._run(tokens, features, positions, step)
 
     @torch.inference_mode()
