@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.proposal import Proposal
     from outrider.sampling.rules import Rules
 
-__all__ = ["DraftRows", "Drafter", "PartedDrafter"]
+__all__ = ["DraftRows", "Drafter", "PartedDrafter", "WithoutCache"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,25 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
+
+
+class WithoutCache:
+    """What a drafter says that keeps nothing on the device: there is nothing to make, to tune or to catch up with."""
+
+    bytes_per_slot = 0
+
+    def allocate(self, num_blocks: int) -> None:
+        """Nothing is cached."""
+
+    def tune(self, num_rows: Sequence[int]) -> None:
+        """Nothing to make ready."""
+
+    def missing(self, slot: int, length: int) -> int:
+        """Nothing is cached, so nothing is missing."""
+        return 0
+
+    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
+        """Feed nothing."""
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.draft.drafter import WithoutCache
 from outrider.draft.fixed_tree import FixedTree, chosen_chain
 from outrider.kernels.attention import slots_of
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MedusaDrafter"]
 
 
-class MedusaDrafter:
+class MedusaDrafter(WithoutCache):
     """Drafts with Medusa heads.
 
     Args:
@@ -39,7 +40,6 @@ class MedusaDrafter:
 
     device_side = True
     context_length: int | None = None
-    bytes_per_slot = 0
 
     def __init__(self, heads: MedusaHeads, paths: Sequence[Sequence[int]] | None = None, name: str = "medusa") -> None:
         self.heads = heads
@@ -47,19 +47,6 @@ class MedusaDrafter:
         device = heads.weights[0].device
         self.tree = None if paths is None else FixedTree(paths, heads.num_heads, heads.vocab_size, device)
         self.makes_trees = self.tree is not None
-
-    def allocate(self, num_blocks: int) -> None:
-        """Nothing: there is no cache."""
-
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Nothing: the products are the library's."""
-
-    def missing(self, slot: int, length: int) -> int:
-        """Nothing is ever missing: the target keeps what is read."""
-        return 0
-
-    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
-        """Nothing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Guess a chain, or the tree's first `num_tokens` nodes; a chain of drawn tokens where q is asked for.

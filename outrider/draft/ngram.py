@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.draft.drafter import WithoutCache
 from outrider.proposal import Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from outrider.draft.drafter import DraftRows
 
 __all__ = ["NGramDrafter"]
@@ -19,7 +18,7 @@ WARRANTED = 3  # guesses a matched token; on real texts, best of 2 to 4 and unli
 ROUND_UP = 256  # the searched length grows in these steps, so that shapes rarely change
 
 
-class NGramDrafter:
+class NGramDrafter(WithoutCache):
     """Looks the last tokens up in the row's own text, prompt and output alike, and copies what followed.
 
     Which match: the longest one, of up to `max_size` and at least `min_size` tokens; among equals the most recent one
@@ -32,24 +31,10 @@ class NGramDrafter:
     context_length: int | None = None
     device_side = True
     makes_trees = False
-    bytes_per_slot = 0
 
     def __init__(self, max_size: int = 8, min_size: int = 1) -> None:
         self._max_size = max_size
         self._min_size = min_size
-
-    def allocate(self, num_blocks: int) -> None:
-        """Nothing is cached."""
-
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Nothing to make ready."""
-
-    def missing(self, slot: int, length: int) -> int:
-        """Nothing is cached, so nothing is missing."""
-        return 0
-
-    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
-        """Feed nothing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Copy up to `num_tokens` tokens from behind each row's best match."""

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from outrider.draft.drafter import WithoutCache
 from outrider.draft.host_text import padded, read_news
 from outrider.errors import ConfigError
 
@@ -49,7 +50,7 @@ class _Row:
     parted: int = 0
 
 
-class PredictionDrafter:
+class PredictionDrafter(WithoutCache):
     """Drafts one request's samples from the text that its caller expects.
 
     Args:
@@ -64,7 +65,6 @@ class PredictionDrafter:
 
     name = "prediction"
     context_length: int | None = None
-    bytes_per_slot = 0
     device_side = False  # where a text goes on is the host's to find
     makes_trees = False
 
@@ -78,19 +78,6 @@ class PredictionDrafter:
         self._ends: dict[tuple[int, ...], list[int]] = {}  # of each run of `min_match` tokens, rising
         for end in range(min_match, len(self._prediction) + 1):
             self._ends.setdefault(tuple(self._prediction[end - min_match : end]), []).append(end)
-
-    def allocate(self, num_blocks: int) -> None:
-        """Nothing is cached."""
-
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Nothing to make ready."""
-
-    def missing(self, slot: int, length: int) -> int:
-        """Nothing is cached, so nothing is missing."""
-        return 0
-
-    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
-        """Feed nothing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Copy up to `num_tokens` tokens from where each row is in the prediction."""

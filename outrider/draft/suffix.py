@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.config import MAX_TREE_NODES
+from outrider.draft.drafter import WithoutCache
 from outrider.draft.host_text import padded, read_news
 from outrider.draft.shared_texts import SharedTexts, load_corpus
 from outrider.draft.suffix_index import SuffixIndex
@@ -94,7 +95,7 @@ class _Row:
             yield (index, match.state, match.matched)
 
 
-class SuffixDrafter:
+class SuffixDrafter(WithoutCache):
     """Looks last tokens up in the row's own text, in its caller's recent outputs, and in a corpus.
 
     Nothing is shared unless `sharing` is on. Then a row's output goes to the texts of its scope when its slot is
@@ -121,7 +122,6 @@ class SuffixDrafter:
 
     name = "suffix"
     context_length: int | None = None
-    bytes_per_slot = 0
     device_side = False  # an automaton is a walk of single steps
 
     def __init__(
@@ -163,12 +163,6 @@ class SuffixDrafter:
     def makes_trees(self) -> bool:
         """Whether several ways on are tried."""
         return self._branches > 1
-
-    def allocate(self, num_blocks: int) -> None:
-        """Nothing is cached."""
-
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Nothing to make ready."""
 
     def missing(self, slot: int, length: int) -> int:
         """Count the tokens that were not taken in, where they are more than a round should take in itself."""
