@@ -25,6 +25,7 @@ from outrider.model.eagle_files import load_eagle
 from outrider.model.medusa_heads import load_medusa, medusa_tap
 from outrider.model.mtp import load_mtp
 from outrider.model.subset import LayerSubsetRunner
+from outrider.progress import counted
 from outrider.samples import SAMPLE_PROMPTS
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def _early_exit(site: DraftSite) -> Drafter:
         keep = kept_layers(num_layers, speculation.exit_layer, skips)
     else:
         search = best_skips if speculation.skip_layers == "auto" else best_exit
-        keep = search(runner, own_texts(runner, _sample_ids(site)), speculation.num_speculative_tokens).keep
+        texts = own_texts(runner, counted(_sample_ids(site), "writing sample texts for early exit"))
+        keep = search(runner, texts, speculation.num_speculative_tokens).keep
     size = runner.vocab_size
     how = tree_settings(speculation)
     return DraftModelDrafter(LayerSubsetRunner(runner, keep), size, size, "early_exit", own_cache=False, **how)

@@ -18,14 +18,14 @@ from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, blocks_for
 from outrider.model.subset import LayerSubsetRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from outrider.model.runner import TorchRunner
 
 __all__ = ["SAMPLE_TOKENS", "ExitChoice", "SampleText", "best_exit", "best_skips", "kept_layers", "own_texts"]
 
 logger = logging.getLogger("outrider")
-SAMPLE_TOKENS = 128  # that the target continues each sample prompt by, to be guessed
+SAMPLE_TOKENS = 48  # that the target continues each sample prompt by, to be guessed
 HEAD_LAYERS = 1.0  # what norm and head cost, in layers: a guess is not free however few layers make it
 
 
@@ -69,7 +69,7 @@ def kept_layers(num_layers: int, exit_layer: int | None, skip_layers: Sequence[i
 
 @torch.inference_mode()
 def own_texts(
-    runner: TorchRunner, prompts: Sequence[Sequence[int]], num_tokens: int = SAMPLE_TOKENS
+    runner: TorchRunner, prompts: Iterable[Sequence[int]], num_tokens: int = SAMPLE_TOKENS
 ) -> list[SampleText]:
     """Let the target continue each prompt greedily; the runner's cache is used, and nobody else may use it meanwhile.
 
