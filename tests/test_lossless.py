@@ -8,10 +8,14 @@ purpose: whatever one run leaves behind would show in the next.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import logging
 import random
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +27,7 @@ from outrider.draft.ngram import NGramDrafter
 from outrider.llm import LLM
 from outrider.proposal import Proposal
 from outrider.sampling.params import SamplingParams
+from tests.eagle_checkpoints import write
 from tests.scripted import (
     ALL,
     FAULTS,
@@ -33,6 +38,7 @@ from tests.scripted import (
     generate_together,
     greedy_params,
 )
+from tests.test_heads_by_name import medusa_folder
 from tests.tiny import EOS_ID, FAMILIES, byte_tokenizer, greedy, tiny_draft, tiny_family, tiny_sliding, tiny_target
 
 if TYPE_CHECKING:
@@ -78,6 +84,10 @@ BY_NAME: dict[str, dict[str, Any]] = {  # drafters as users name them; those wit
     "lookup or draft": {"method": "ngram+draft_model"},
     "lookup and draft": {"method": "suffix+draft_model", "tree": "auto"},
     "draft trees": {"method": "draft_model", "tree": "auto"},
+    "eagle": {"method": "eagle"},
+    "eagle trees": {"method": "eagle", "tree": "auto"},
+    "medusa trees": {"method": "medusa", "tree": "auto"},
+    "lookup or eagle": {"method": "ngram+eagle"},
 }
 DRAFTERS = (
     "none", "ngram 1-3", "ngram 2-4", "same", "noisy", "unrelated", "all right", "all wrong", "alternating",
@@ -109,6 +119,16 @@ def draft_llm(kind: str) -> LLM:
 
 
 @functools.cache
+def head(kind: str) -> str | None:
+    """The folder of a head with random weights; None where the method takes none."""
+    root = Path(tempfile.mkdtemp(prefix="outrider-heads-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    if kind == "medusa":
+        return str(medusa_folder(root))
+    return str(write("eagle3", root / "head", target()).folder) if kind == "eagle" else None
+
+
+@functools.cache
 def scripted(kind: str) -> ScriptedDrafter:
     if kind == "failing":
         return ScriptedDrafter(fault=_fails_in_every_way)
@@ -128,14 +148,15 @@ def engine(drafter: str, verification: str = "coupled", tiny_cache: bool = False
     common |= {"verification": verification, "prefill_chunk_size": 16}
     models = ("same", "noisy", "unrelated", "short context", *(name for name in BY_NAME if "draft" in name))
     if tiny_cache:
-        common["kv_cache_bytes"] = 8 * 16 * 512 * (2 if drafter in models else 1)
+        heads = any(name in drafter for name in ("eagle", "medusa"))  # features, and keys and values of their own
+        common["kv_cache_bytes"] = 8 * 16 * 512 * (2 if drafter in models or heads else 1)
     if drafter == "none":
         return LLM(target(), **common)
     if drafter.startswith("ngram"):
         low, high = map(int, drafter.split()[1].split("-"))
         return engine_with(NGramDrafter(high, low), target(), **_without(common, "dtype", "device"))
     if drafter in BY_NAME:
-        draft = draft_llm("noisy") if drafter in models else None
+        draft = draft_llm("noisy") if drafter in models else head(drafter.split()[-1 if "lookup" in drafter else 0])
         return LLM(target(), draft, num_speculative_tokens=16, **BY_NAME[drafter], **common)
     if drafter in models:
         return LLM(target(), draft_llm(drafter), num_speculative_tokens=16, **common)
