@@ -21,7 +21,7 @@ from outrider.engine import round as round_module
 from outrider.engine.scheduler import Scheduler
 from outrider.model import attention as attention_module
 from outrider.model.attention import Step
-from outrider.model.kv_cache import BLOCK_SIZE
+from outrider.model.kv_cache import BLOCK_SIZE, KVCache
 from outrider.proposal import Acceptance, Proposal
 from outrider.sampling import choose as choose_module
 from outrider.sampling import rules as rules_module
@@ -513,6 +513,19 @@ def passes_unharmed(check: Callable[[], None]) -> bool:
     """Run a check without any fault, once (this also fixes BASE, before a fault could touch it)."""
     check()
     return True
+
+
+@pytest.fixture(autouse=True)
+def _caches_begin_as_noise(monkeypatch: Patch) -> None:
+    """Fresh memory may hold what an earlier engine with the same text left there: a missing entry would go unseen."""
+    make = KVCache.__init__
+
+    def noisy(self: KVCache, *arguments: Any) -> None:
+        make(self, *arguments)
+        for pool in (*self.keys, *self.values):
+            pool[BLOCK_SIZE:].normal_()
+
+    monkeypatch.setattr(KVCache, "__init__", noisy)
 
 
 @pytest.mark.parametrize(("mutant", "check"), MUTANTS, ids=name_of)
