@@ -288,11 +288,13 @@ def test_no_buffer_moves_while_rounds_accept_and_reject() -> None:
 
 
 def test_a_context_that_is_said_too_large_shows_a_lone_row_no_more() -> None:
-    """A lone token over blocks in order is read without a mask, but only where its context is exact."""
+    """A lone row over blocks in order is read as a slice, no further than was written."""
     with engine_with(None, tiny_target()) as llm:
         runner = llm.engine.runner
         tables = torch.arange(RESERVED, RESERVED + 4)[None]
         tokens = torch.tensor([[65, 66, 67, 68, 69]])
+        for pool in (*runner.cache.keys, *runner.cache.values):
+            pool[BLOCK_SIZE:] = torch.nan
         runner.feed(tokens, torch.arange(5)[None], tables, 5, RESERVED * BLOCK_SIZE)
         asked = torch.tensor([[70]]), torch.tensor([[5]]), tables
         exact, larger = (runner.forward(*asked, context, RESERVED * BLOCK_SIZE) for context in (6, 11))

@@ -91,6 +91,8 @@ class Step:
         places = stored_places(positions, ancestors)
         write = slots_of(tables, places).flatten()
         if start is not None and not row_wise:
+            if places.device.type == "cpu":  # a slice reads whatever lies in it: no further than was written
+                context = min(context, int(places.max()) + 1)
             return cls(cache, positions, write, slice(start, start + context), context, ancestors=ancestors)
         if row_wise:
             context = -(-context // EXACT_SPAN) * EXACT_SPAN
@@ -118,11 +120,8 @@ class Step:
         """Additive mask ``[B, 1, group * T, L]``, one for all layers of a kind; None where everything is seen."""
         key = (window, group)
         if key not in self.masks:
-            lone = (
-                isinstance(self.read, slice) and self.positions.shape == (1, 1) and self.positions.device.type == "cpu"
-            )
-            last = lone and int(self.positions) + 1 == self.context  # where the caller knew it exactly
-            everything = last and (window is None or self.context <= window)
+            lone = isinstance(self.read, slice) and self.positions.shape[1] == 1
+            everything = lone and (window is None or self.context <= window)
             self.masks[key] = None if everything else self._mask(window, group, dtype)
         return self.masks[key]
 
