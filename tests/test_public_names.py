@@ -62,3 +62,8 @@ def test_version_is_the_installed_one() -> None:
 @pytest.mark.parametrize("statement", ["import outrider", "from outrider import SamplingParams", "import outrider.cli"])
 def test_importing_loads_nothing_heavy(statement: str) -> None:
     assert not modules_after(statement).intersection(HEAVY)
+
+
+def test_the_engine_itself_loads_no_model_that_nobody_named() -> None:
+    loaded = modules_after("from outrider import LLM")
+    assert not [name for name in loaded if name.startswith("transformers.models.") and ".modeling_" in name]

@@ -26,9 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.errors import ModelLoadError, UnsupportedModelError, VocabularyMismatchError
 from outrider.model.checkpoint import first_line
@@ -155,7 +152,7 @@ class _Reader:
 
     def head(self) -> EagleHead:
         """Put the head together."""
-        config = self._layer_config()
+        config, rotary, activation = self._kind_of_layer()
         hidden = int(config.hidden_size)
         weights = self._layer_weights() | self._joined_weights(hidden)
         norm = self._optional("norm", *_NORM)
@@ -176,16 +173,20 @@ class _Reader:
             window=self._window(),
         )
         ids, embed = self._ids(), self._embedding(hidden)
-        rotary = LlamaRotaryEmbedding(config).to(self.device)
+        vocabulary = self._vocabulary(hidden, ids)
         return EagleHead(
-            settings, weights | embedding, embed, self._vocabulary(hidden, ids), rotary, ACT2FN[config.hidden_act],
-            self.target.vocab_size, ids,
-        )  # fmt: skip
+            settings, weights | embedding, embed, vocabulary, rotary, activation, self.target.vocab_size, ids
+        )
 
-    def _layer_config(self) -> Any:
+    def _kind_of_layer(self) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
+        """The layer's config, its rotary embedding and the activation of its MLP, by transformers."""
+        from transformers import LlamaConfig  # here: whoever has no head waits for none of it
+        from transformers.activations import ACT2FN
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         try:
             config: Any = LlamaConfig(**{name: self.layer[name] for name in _LLAMA_KEYS if name in self.layer})
-            LlamaRotaryEmbedding(config), ACT2FN[config.hidden_act]
+            rotary, activation = LlamaRotaryEmbedding(config).to(self.device), ACT2FN[config.hidden_act]
         except Exception as error:  # whatever transformers makes of it
             raise ModelLoadError(f"{self.files.folder}: config.json cannot be used ({first_line(error)})") from error
         name = self._first(f"{self.prefix}self_attn.o_proj.weight")
@@ -195,7 +196,7 @@ class _Reader:
                 f"{self.files.folder}: {name} has the shape [{rows}, {columns}], but config.json says hidden_size "
                 f"{config.hidden_size}, and {config.num_attention_heads} heads of {config.head_dim}; {_NOT_TOGETHER}"
             )
-        return config
+        return config, rotary, activation
 
     def _window(self) -> int | None:
         kinds = self.layer.get("layer_types") or ["full_attention"]
