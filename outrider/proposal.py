@@ -162,11 +162,11 @@ class Proposal:
         above = reached > 0
         return Tree(above, above.sum(-1) - 1, parents)
 
-    def positions_guessed(self) -> torch.Tensor:
-        """How far each row's guesses reach, ``[B]``: a chain's length, a tree's depth."""
+    def positions_guessed(self, tree: Tree | None = None) -> torch.Tensor:
+        """How far each row's guesses reach, ``[B]``: a chain's length, a tree's depth; its `tree`, if already known."""
         if self.parents is None:
             return self.lengths
-        return self.tree().depths[:, 1:].masked_fill(~self.within(), 0).amax(1)
+        return (tree or self.tree()).depths[:, 1:].masked_fill(~self.within(), 0).amax(1)
 
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Proposal:
         named: dict[str, Any] = {name: None if one is None else change(one) for name, one in vars(self).items()}

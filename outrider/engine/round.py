@@ -141,7 +141,7 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
             logits = logits.gather(1, path[..., None].expand_as(logits))
         chosen = acceptance.tokens
         broken = logits.amax(-1).isnan() & (steps <= acceptance.num_accepted[:, None])  # one NaN is enough
-        guessed = proposal.positions_guessed()
+        guessed = proposal.positions_guessed(tree)
         packed = pack_and_commit(chosen, acceptance.num_accepted, guessed, broken.any(1), *after)
     report = None if plan.num_logprobs is None else logprobs(logits, chosen, plan.num_logprobs)
     return RoundResult(packed, report, _credits(proposal, packed[:, -3], path))
