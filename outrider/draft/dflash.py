@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.draft.fixed_tree import FixedTree, chosen_chain
+from outrider.draft.chain import Chain
+from outrider.draft.fixed_tree import FixedTree
 from outrider.kernels.attention import slots_of
 from outrider.sampling.upload import upload
 
@@ -88,14 +89,14 @@ class BlockDrafter:
         most = self.network.settings.num_guesses
         depth = min(num_tokens, most) if tree is None else tree.depth(num_tokens)
         longest = max(rows.host_lengths)
-        logits = self.network.guess(rows.tokens.gather(1, last), last, rows.tables, longest, rows.start, depth)
+        guess = rows.tokens.gather(1, last)
+        logits = self.network.guess(guess, last, rows.tables, longest, rows.start, depth)
         if tree is not None:
             return tree.guesses(rows, num_tokens, self.network.spread(logits), rows.lengths > 0)
-        counted = torch.full_like(rows.lengths, depth)
-        correct = self.network.corrected
-        return chosen_chain(
-            rows, num_tokens, depth, lambda step, previous: correct(logits[:, step : step + 1], previous), counted
-        )
+        chain = Chain(rows, rows.lengths.device)
+        for step in range(depth):
+            guess = chain.add(self.network.corrected(logits[:, step : step + 1], guess))
+        return chain.proposal(torch.full_like(rows.lengths, depth), num_tokens)
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
         """Count as kept what the round made: all before the last token, unless more than its window was missing."""

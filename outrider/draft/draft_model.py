@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from outrider.draft.catching_up import runs
+from outrider.draft.chain import Chain
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
-from outrider.kernels.choose import take
-from outrider.kernels.launch import uses_kernels
-from outrider.proposal import Proposal
-from outrider.sampling.choose import choose, distribution
-from outrider.sampling.random import Purpose, round_seeds
-from outrider.sampling.rules import Prefix
 from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
@@ -23,6 +17,7 @@ if TYPE_CHECKING:
 
     from outrider.draft.drafter import DraftRows
     from outrider.model.runner import Runner
+    from outrider.proposal import Proposal
 
 __all__ = ["DraftModelDrafter"]
 
@@ -115,31 +110,16 @@ class DraftModelDrafter:
         if self._shape is not None and not rows.independent:
             return self._tree(self._shape, rows, num_tokens)
         device = self.runner.device
-        tokens, lengths, tables = rows.tokens.to(device), rows.lengths.to(device), rows.tables.to(device)
-        rules = rows.rules if rows.lengths.device == device else rows.rules.to(device)
-        purpose = Purpose.CHOICE
-        if rows.independent:
-            purpose, rules = Purpose.GUESS, replace(rules, seeds=round_seeds(rules.seeds, lengths))
-        positions = (lengths[:, None] - torch.arange(self._fed_first, 0, -1, device=device)).clamp(min=0)
+        chain, tables = Chain(rows, device), rows.tables.to(device)
+        positions = (chain.lengths - torch.arange(self._fed_first, 0, -1, device=device)).clamp(min=0)
         context = max(rows.host_lengths)
-        guesses, probs = [], []
         for step in range(num_tokens):
-            fed = self._known(tokens.gather(1, positions))
-            logits = self._widened(self.runner.forward(fed, positions, tables, context + step, rows.start)[:, -1:])
-            positions = lengths[:, None] + step  # of the guess
-            prefix = Prefix(tokens, positions)
-            guess = (
-                take(logits, rules, prefix, purpose)[0]
-                if uses_kernels(device)
-                else choose(logits, rules, prefix, purpose)
-            )
-            if rows.independent:
-                q = distribution(logits, rules, prefix)
-                probs.append(F.pad(q, (0, self._target_vocab_size - q.shape[-1])))
-            tokens.scatter_(1, positions, guess)  # the rows' own copy
-            guesses.append(guess)
-        lengths = torch.full_like(lengths, num_tokens)
-        return Proposal(torch.cat(guesses, 1), lengths, torch.cat(probs, 1) if probs else None).to(rows.lengths.device)
+            fed = self._known(chain.tokens.gather(1, positions))
+            logits = self.runner.forward(fed, positions, tables, context + step, rows.start)[:, -1:]
+            chain.add(self._widened(logits))
+            positions = chain.lengths + step  # of the guess
+        counted = torch.full_like(chain.lengths[:, 0], num_tokens)
+        return chain.proposal(counted, num_tokens, self._target_vocab_size).to(rows.lengths.device)
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
         """Count as cached what was fed and turned out right; the next chain feeds the two tokens after that.

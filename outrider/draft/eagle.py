@@ -13,14 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.draft.catching_up import runs
+from outrider.draft.chain import Chain
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.kernels.attention import slots_of
-from outrider.kernels.choose import take
-from outrider.kernels.launch import uses_kernels
-from outrider.proposal import Proposal
-from outrider.sampling.choose import choose, distribution
-from outrider.sampling.random import Purpose, round_seeds
-from outrider.sampling.rules import Prefix
 from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
@@ -30,6 +25,7 @@ if TYPE_CHECKING:
 
     from outrider.draft.drafter import DraftRows
     from outrider.model.eagle_head import EagleHead
+    from outrider.proposal import Proposal
 
 __all__ = ["EagleDrafter"]
 
@@ -120,27 +116,14 @@ class EagleDrafter:
         return self.head.forward(tokens, features, places, tables, context, rows.start)
 
     def _chain(self, rows: DraftRows, num_tokens: int, hidden: Tensor, context: int) -> Proposal:
-        """Generate, each guess by the row's own rules and prefix, and by the target's noise."""
-        rules, purpose = rows.rules, Purpose.CHOICE
-        if rows.independent:
-            purpose, rules = Purpose.GUESS, replace(rules, seeds=round_seeds(rules.seeds, rows.lengths))
-        guesses, probs = [], []
-        for step in range(num_tokens):
-            logits = self.head.logits(hidden)
-            ends = rows.lengths[:, None] + step
-            prefix = Prefix(rows.tokens, ends)
-            if uses_kernels(logits.device):
-                guess = take(logits, rules, prefix, purpose)[0]
-            else:
-                guess = choose(logits, rules, prefix, purpose)
-            if rows.independent:
-                probs.append(distribution(logits, rules, prefix))
-            rows.tokens.scatter_(1, ends, guess)  # the rows' own copy
-            guesses.append(guess)
-            if step + 1 < num_tokens:
-                hidden = self.head.forward(guess, hidden, ends - 1, rows.tables, context + step + 1, rows.start)
-        lengths = torch.full_like(rows.lengths, num_tokens)
-        return Proposal(torch.cat(guesses, 1), lengths, torch.cat(probs, 1) if probs else None)
+        """Generate: each guess is fed with what the head thought of the place before it."""
+        chain = Chain(rows, rows.lengths.device)
+        guess = chain.add(self.head.logits(hidden))
+        for step in range(1, num_tokens):
+            places = chain.lengths + (step - 2)
+            hidden = self.head.forward(guess, hidden, places, rows.tables, context + step, rows.start)
+            guess = chain.add(self.head.logits(hidden))
+        return chain.proposal(torch.full_like(rows.lengths, num_tokens), num_tokens)
 
     def _tree(self, rows: DraftRows, num_tokens: int, hidden: Tensor, context: int) -> Proposal:
         """Grow a tree; its root is the pair of the last place, fed once more with the nodes after it."""

@@ -1,4 +1,4 @@
-"""From logits of several places at once to guesses: a chain, or a tree of a fixed shape.
+"""From logits of several places at once to a tree of guesses, of a fixed shape.
 
 Heads that guess places independently of each other (Medusa, a block drafter) give the likeliest ids of each place; a
 tree then is a list of paths, each the ranks of its guesses (`medusa_choices` in the authors' code of 2401.10774). The
@@ -7,7 +7,6 @@ earlier paths are those that count most, since a round may have room for a few o
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,19 +14,19 @@ import torch
 from outrider.config import MAX_TREE_NODES
 from outrider.errors import ConfigError
 from outrider.proposal import ROOT, Proposal
-from outrider.sampling.choose import choose, distribution, shaped
-from outrider.sampling.random import Purpose, gumbel, round_seeds
+from outrider.sampling.choose import distribution, shaped
+from outrider.sampling.random import Purpose, gumbel
 from outrider.sampling.rules import Prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from outrider.draft.drafter import DraftRows
     from outrider.sampling.rules import Rules
 
-__all__ = ["PUBLISHED_TREE", "FixedTree", "best_paths", "chosen_chain", "ordered_paths", "widest_paths"]
+__all__ = ["PUBLISHED_TREE", "FixedTree", "best_paths", "ordered_paths", "widest_paths"]
 
 Path = tuple[int, ...]
 
@@ -38,37 +37,6 @@ _PUBLISHED = """
 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070
 """
 PUBLISHED_TREE: tuple[Path, ...] = tuple(tuple(int(rank) for rank in path) for path in _PUBLISHED.split())
-
-
-def chosen_chain(
-    rows: DraftRows, num_tokens: int, depth: int, logits_of: Callable[[int, Tensor], Tensor], counted: Tensor
-) -> Proposal:
-    """Choose a token at each place by the row's own rules, with the target's noise; or draw it with q where asked.
-
-    Args:
-        rows: Whom to guess for; their copy of the tokens takes the guesses.
-        num_tokens: Columns of the proposal.
-        depth: Guesses that are made.
-        logits_of: Gives a place's logits ``[B, 1, V]``, told its number and the token before it, ``[B, 1]``.
-        counted: Guesses that count, ``[B]``.
-    """
-    tokens, rules, purpose = rows.tokens, rows.rules, Purpose.CHOICE
-    if rows.independent:
-        purpose, rules = Purpose.GUESS, replace(rules, seeds=round_seeds(rules.seeds, rows.lengths))
-    guesses, probs = tokens.new_zeros(len(tokens), num_tokens), []
-    previous = tokens.gather(1, rows.lengths[:, None] - 1)
-    for step in range(depth):
-        logits = logits_of(step, previous)
-        prefix = Prefix(tokens, rows.lengths[:, None] + step)
-        previous = choose(logits, rules, prefix, purpose)
-        if rows.independent:
-            probs.append(distribution(logits, rules, prefix))
-        tokens.scatter_(1, prefix.ends, previous)
-        guesses[:, step : step + 1] = previous
-    if not probs:
-        return Proposal(guesses, counted)
-    probs.append(torch.zeros_like(probs[0]).expand(-1, num_tokens - depth, -1))
-    return Proposal(guesses, counted, torch.cat(probs, 1))
 
 
 class FixedTree:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.draft.chain import Chain
 from outrider.draft.drafter import WithoutCache
-from outrider.draft.fixed_tree import FixedTree, chosen_chain
+from outrider.draft.fixed_tree import FixedTree
 from outrider.kernels.attention import slots_of
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ class MedusaDrafter(WithoutCache):
             logits = self._logits(rows, self.tree.depth(num_tokens))
             return self.tree.guesses(rows, num_tokens, logits, drafted)
         depth = min(num_tokens, self.heads.num_heads)
-        logits = self._logits(rows, depth)
-        counted = torch.where(drafted, depth, 0)
-        return chosen_chain(rows, num_tokens, depth, lambda step, _: logits[:, step : step + 1], counted)
+        chain, logits = Chain(rows, rows.lengths.device), self._logits(rows, depth)
+        for step in range(depth):
+            chain.add(logits[:, step : step + 1])
+        return chain.proposal(torch.where(drafted, depth, 0), num_tokens)
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
         """Nothing is learned."""

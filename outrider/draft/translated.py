@@ -7,17 +7,13 @@ scores are moved to the target's ids before anything is drawn: rules, noise and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.kernels.choose import take
-from outrider.kernels.launch import uses_kernels
+from outrider.draft.chain import Chain
 from outrider.proposal import Proposal
-from outrider.sampling.choose import choose, distribution
-from outrider.sampling.random import Purpose, round_seeds
-from outrider.sampling.rules import Prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
     from outrider.draft.drafter import DraftRows
     from outrider.draft.roomy import RoomyRunner
     from outrider.draft.token_map import TokenMap
-    from outrider.sampling.rules import Rules
 
 __all__ = ["TranslatedDrafter"]
 
@@ -140,35 +135,24 @@ class TranslatedDrafter:
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Guess `num_tokens` tokens a row, drawn among the shared ones by the row's own rules and prefix."""
         device = self.runner.device
-        tokens, lengths, tables = rows.tokens.to(device), rows.lengths.to(device)[:, None], rows.tables.to(device)
-        rules = rows.rules if rows.lengths.device == device else rows.rules.to(device)
-        purpose = Purpose.CHOICE
-        if rows.independent:
-            purpose, rules = Purpose.GUESS, replace(rules, seeds=round_seeds(rules.seeds, lengths[:, 0]))
-        text = self._translated(tokens, lengths)
-        total, capacity = text.end(lengths), self._capacity(tables)[:, None]
+        chain, tables = Chain(rows, device), rows.tables.to(device)
+        text = self._translated(chain.tokens, chain.lengths)
+        total, capacity = text.end(chain.lengths), self._capacity(tables)[:, None]
         fits = (total > 0) & (total + num_tokens <= capacity)
-        positions = total - torch.arange(self._width(text, lengths), 0, -1, device=device)
+        positions = total - torch.arange(self._width(text, chain.lengths), 0, -1, device=device)
         fed = self._read(text, positions.clamp(min=0))
         if device.type == "cpu" and not fits.any():
-            return Proposal.empty(len(tokens), num_tokens, rows.lengths.device)
-        guesses, probs = [], []
+            return Proposal.empty(len(fits), num_tokens, rows.lengths.device)
         for step in range(num_tokens):
             # A row that does not fit may be fed anything; it only must not reach beyond its own blocks.
             places = torch.minimum(positions.clamp(min=0), capacity - 1)
             context = self._context(places)
-            scores = self._moved(self.runner.forward(fed, places, tables, context, rows.start)[:, -1:])
-            prefix = Prefix(tokens, lengths + step)
-            guess = self._taken(scores, rules, prefix, purpose)
-            if rows.independent:
-                probs.append(distribution(scores, rules, prefix))
-            tokens.scatter_(1, prefix.ends, guess)  # the rows' own copy
-            guesses.append(guess)
+            logits = self.runner.forward(fed, places, tables, context, rows.start)[:, -1:]
+            guess = chain.add(self._moved(logits))
             fed, positions = self._counterparts[guess].clamp(min=0), total + step
-        made = torch.cat(guesses, 1)
         # Where every shared token is ruled out, what was taken is not one; no guess behind it counts.
-        counted = ((~self._foreign[made]) & fits).long().cumprod(1).sum(1)
-        return Proposal(made, counted, torch.cat(probs, 1) if probs else None).to(rows.lengths.device)
+        counted = ((~self._foreign[chain.guesses]) & fits).long().cumprod(1).sum(1)
+        return chain.proposal(counted, num_tokens).to(rows.lengths.device)
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
         """Count as cached what was fed and turned out right: all but the last right guess, which may not be fed yet."""
@@ -224,8 +208,3 @@ class TranslatedDrafter:
     def _moved(self, logits: Tensor) -> Tensor:
         """Move the draft's logits ``[B, 1, N]`` to the target's ids ``[B, 1, V]``; others cannot be guessed."""
         return logits.index_select(-1, self._counterparts.clamp(min=0)).masked_fill(self._foreign, float("-inf"))
-
-    def _taken(self, scores: Tensor, rules: Rules, prefix: Prefix, purpose: Purpose) -> Tensor:
-        if uses_kernels(self.runner.device):
-            return take(scores, rules, prefix, purpose)[0]
-        return choose(scores, rules, prefix, purpose)
