@@ -1,4 +1,4 @@
-"""Triton's interpreter, with two faults of version 3.6 mended for as long as a test module runs."""
+"""Triton's interpreter, with two faults of version 3.6 mended; and engines that run on it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
+
+from outrider.engine.controller import CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["mended_interpreter"]
+__all__ = ["mended_interpreter", "rounds_on_kernels"]
 
 
 @contextmanager
@@ -37,4 +40,17 @@ def mended_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as context:
         context.setattr(interpreter, "_patch_lang_tensor", patched)
         context.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
+        yield
+
+
+@contextmanager
+def rounds_on_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let engines that are made now run as on a card, but for the measuring of costs, which takes long here."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("a card runs kernels in test_gpu.py")
+    monkeypatch.setenv("OUTRIDER_KERNELS", "1")
+    monkeypatch.setattr("outrider.engine.speculator.measured", lambda *_: CostModel(((1, 1.0),), {}))
+    monkeypatch.setattr("outrider.engine.speculator.measured_draft", lambda *_: ())
+    with mended_interpreter():
         yield

@@ -20,6 +20,7 @@ from outrider.model.dflash_files import is_block_draft, load_block_draft
 from outrider.model.load import LoadedModel, load_model
 from outrider.sampling.params import SamplingParams
 from tests.heads import NoLooking, acceptance, drafting, write_head
+from tests.interpreter import rounds_on_kernels
 from tests.scripted import generate_staggered, generate_together, greedy_params
 from tests.tiny import byte_tokenizer, tiny_target
 
@@ -477,6 +478,19 @@ def test_a_taught_drafter_is_right(tmp_path: Path, paths: Any) -> None:
                 assert list(one.token_ids) == [(prompt[-1] + step) % PERIOD for step in range(1, 61)]
                 assert one.stats.acceptance_rate > 0.9
                 assert one.stats.tokens_per_round > 4
+
+
+def test_a_taught_drafter_is_right_on_kernels_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, weights = periodic()
+    folder = write_head(tmp_path, DFLASH, weights, "model.safetensors")
+    with rounds_on_kernels(monkeypatch):
+        llm, _ = engine(model, folder, lookahead=5, max_model_len=64, max_num_seqs=2)
+        with llm:
+            outputs = llm.generate(PERIODIC_PROMPTS[:2], greedy_params(6, speculation=5))
+            assert llm.engine.speculator.num_failures == 0
+    for prompt, one in zip(PERIODIC_PROMPTS, outputs, strict=False):
+        assert list(one.token_ids) == [(prompt[-1] + step) % PERIOD for step in range(1, 7)]
+    assert acceptance(outputs) > 0.8
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])

@@ -17,14 +17,13 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.draft.eagle import EagleDrafter
-from outrider.engine.controller import CostModel
 from outrider.engine.engine import Engine
 from outrider.engine.speculator import Speculator
 from outrider.proposal import Proposal
 from tests.eagle_heads import CASES, FORMATS, LAYERS, TinyHead, right_first, right_third, target, written
 from tests.eagle_paper import Slow, paths
 from tests.heads import NoLooking, acceptance, cycle_target, following
-from tests.interpreter import mended_interpreter
+from tests.interpreter import rounds_on_kernels
 from tests.scripted import generate_staggered, generate_together, greedy_params
 from tests.tiny import byte_tokenizer
 
@@ -271,15 +270,9 @@ def test_guessing_never_makes_the_host_wait(
 @pytest.mark.parametrize("tree", [None, "auto"])
 def test_heads_run_on_kernels_too(tree: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Triton's interpreter: what a card runs, trees and their ancestors included."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("a card runs kernels in test_gpu.py")
     model = cycle_target(num_hidden_layers=2)
     folder = FORMATS["eagle3"](tmp_path, right_third(model).but(taps=(0, 1, 2)))
-    monkeypatch.setenv("OUTRIDER_KERNELS", "1")
-    monkeypatch.setattr("outrider.engine.speculator.measured", lambda *_: CostModel(((1, 1.0),), {}))  # takes long
-    monkeypatch.setattr("outrider.engine.speculator.measured_draft", lambda *_: ())
-    with mended_interpreter(), engine(folder, model, max_model_len=64, max_num_seqs=2, tree=tree) as llm:
+    with rounds_on_kernels(monkeypatch), engine(folder, model, max_model_len=64, max_num_seqs=2, tree=tree) as llm:
         outputs = llm.generate([[72, 101, 108], [5, 6]], greedy_params(6, speculation=4))
     for one in outputs:
         assert list(one.token_ids) == [following(one.prompt_token_ids[-1], step) for step in range(1, 7)]

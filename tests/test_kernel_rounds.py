@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.engine.controller import CostModel
 from outrider.engine.engine import Engine
 from outrider.model.device_decoder import DeviceDecoder
-from tests.interpreter import mended_interpreter
+from tests.interpreter import rounds_on_kernels
 from tests.tiny import byte_tokenizer, greedy, save, tiny_draft, tiny_family, tiny_target
 
 pytest.importorskip("triton")
@@ -26,12 +25,7 @@ SIZES = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OUTRIDER_KERNELS", "1")
-    if torch.cuda.is_available():
-        pytest.skip("a card runs kernels in test_gpu.py")
-    monkeypatch.setattr("outrider.engine.speculator.measured", lambda *_: CostModel(((1, 1.0),), {}))  # takes long
-    monkeypatch.setattr("outrider.engine.speculator.measured_draft", lambda *_: ())
-    with mended_interpreter():
+    with rounds_on_kernels(monkeypatch):
         yield
 
 

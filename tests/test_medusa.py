@@ -18,6 +18,7 @@ from outrider.model.load import LoadedModel, load_model
 from outrider.model.medusa_heads import MedusaHeads, is_medusa, load_medusa, medusa_tap
 from outrider.sampling.params import SamplingParams
 from tests.heads import NUM_WORDS, NoLooking, acceptance, cycle_target, drafting, following, write_head
+from tests.interpreter import rounds_on_kernels
 from tests.scripted import generate_staggered, generate_together, greedy_params
 from tests.tiny import byte_tokenizer, tiny_target
 
@@ -342,6 +343,19 @@ def test_guesses_are_drawn_with_the_targets_noise(paths: Any, rules: dict[str, A
         outputs = llm.generate(PROMPTS, params)
     assert len({token for one in outputs for token in one.token_ids}) > 20
     assert acceptance(outputs) == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("paths", [None, widest_paths([2, 1])], ids=["chain", "tree"])
+def test_heads_run_on_kernels_too(paths: Any, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cycle_target(num_hidden_layers=1)
+    params = SamplingParams(max_tokens=6, temperature=temperature, seed=2, ignore_eos=True, speculation=3)
+    with rounds_on_kernels(monkeypatch), medusa(model, paths, max_model_len=64, max_num_seqs=2) as llm:
+        outputs = llm.generate([[72, 79, 86], [5, 6]], params)
+        plain = llm.generate([[72, 79, 86], [5, 6]], params.but(speculation="off"))
+        assert [one.token_ids for one in outputs] == [one.token_ids for one in plain]
+        assert llm.engine.speculator.num_failures == 0
+    assert acceptance(outputs) > 0.5
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
