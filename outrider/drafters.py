@@ -15,14 +15,14 @@ from outrider.draft.early_exit import best_exit, best_skips, kept_layers, own_te
 from outrider.draft.fixed_tree import PUBLISHED_TREE, widest_paths
 from outrider.draft.medusa import MedusaDrafter
 from outrider.draft.mixture import MixtureDrafter
-from outrider.draft.mtp import MtpDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.draft.suffix import SuffixDrafter
 from outrider.draft_models import DraftSite, draft_model, tree_settings
 from outrider.errors import CapacityError, ConfigError, OutriderError
 from outrider.model.dflash_files import load_block_draft
 from outrider.model.eagle_files import load_eagle
-from outrider.model.medusa_heads import load_medusa, medusa_tap
+from outrider.model.features import last_hidden_tap
+from outrider.model.medusa_heads import load_medusa
 from outrider.model.mtp import load_mtp
 from outrider.model.subset import LayerSubsetRunner
 from outrider.progress import counted
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from outrider.config import SpeculationConfig
     from outrider.draft.drafter import Drafter
+    from outrider.model.eagle_head import EagleHead
+    from outrider.model.mtp import MtpHead
 
 __all__ = ["MAKERS", "make_drafter"]
 
@@ -93,7 +95,7 @@ def _suffix(site: DraftSite) -> Drafter:
 
 def _medusa(site: DraftSite) -> Drafter:
     heads = load_medusa(site.speculation.model, site.target)
-    site.runner.tap(medusa_tap(site.target))
+    site.runner.tap(last_hidden_tap(site.target))
     return MedusaDrafter(heads, _paths(site.speculation, PUBLISHED_TREE, heads.num_heads))
 
 
@@ -114,17 +116,17 @@ def _paths(
 
 
 def _mtp(site: DraftSite) -> Drafter:
-    head = load_mtp(site.target)
-    site.runner.tap(head.tap)
-    return MtpDrafter(head, site.speculation.num_speculative_tokens, tree_settings(site.speculation).get("shape"))
+    return _over_head(load_mtp(site.target), site, "mtp")
 
 
 def _eagle(site: DraftSite) -> Drafter:
-    speculation = site.speculation
-    head = load_eagle(speculation.model, site.target)
+    return _over_head(load_eagle(site.speculation.model, site.target), site, "eagle")
+
+
+def _over_head(head: EagleHead | MtpHead, site: DraftSite, name: str) -> Drafter:
     site.runner.tap(head.tap)
-    shape = tree_settings(speculation).get("shape")
-    return EagleDrafter(head, speculation.num_speculative_tokens, shape)
+    shape = tree_settings(site.speculation).get("shape")
+    return EagleDrafter(head, site.speculation.num_speculative_tokens, shape, name)
 
 
 def _early_exit(site: DraftSite) -> Drafter:

@@ -14,8 +14,9 @@ from outrider.draft.fixed_tree import PUBLISHED_TREE, best_paths, ordered_paths,
 from outrider.draft.medusa import MedusaDrafter
 from outrider.errors import ConfigError, ModelLoadError
 from outrider.model import head_files
+from outrider.model.features import last_hidden_tap
 from outrider.model.load import LoadedModel, load_model
-from outrider.model.medusa_heads import MedusaHeads, is_medusa, load_medusa, medusa_tap
+from outrider.model.medusa_heads import MedusaHeads, is_medusa, load_medusa
 from outrider.sampling.params import SamplingParams
 from tests.heads import NUM_WORDS, NoLooking, acceptance, cycle_target, drafting, following, write_head
 from tests.interpreter import rounds_on_kernels
@@ -296,7 +297,7 @@ def medusa(model: Any, paths: Any = None, heads: MedusaHeads | None = None, **se
     given = right_heads(model) if heads is None else heads
 
     def make(site: Any) -> MedusaDrafter:
-        site.runner.tap(medusa_tap(site.target))
+        site.runner.tap(last_hidden_tap(site.target))
         return MedusaDrafter(given, paths)
 
     return drafting(model, make, **settings)
@@ -439,7 +440,7 @@ def test_q_is_each_heads_distribution() -> None:
             return proposal
 
     def make(site: Any) -> MedusaDrafter:
-        site.runner.tap(medusa_tap(site.target))
+        site.runner.tap(last_hidden_tap(site.target))
         return Kept(heads)
 
     with drafting(model, make, lookahead=2, verification="rejection") as llm:

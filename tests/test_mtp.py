@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from outrider.draft.mtp import MtpDrafter
+from outrider.draft.eagle import EagleDrafter
 from outrider.draft.tree import TreeShape
-from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from outrider.model.features import FeatureTap, last_hidden_tap, unchanged
 from outrider.model.head_files import HeadFiles
 from outrider.model.load import load_model
 from outrider.model.mtp import has_mtp, load_mtp
@@ -147,10 +148,10 @@ def chain(
 
 
 def engine(source: Any, shape: TreeShape | None = None, lookahead: int = 4, **settings: Any) -> Any:
-    def make(site: Any) -> MtpDrafter:
+    def make(site: Any) -> EagleDrafter:
         head = load_mtp(site.target)
         site.runner.tap(head.tap)
-        return MtpDrafter(head, lookahead, shape)
+        return EagleDrafter(head, lookahead, shape, "mtp")
 
     return drafting(source, make, lookahead=lookahead, **settings)
 
@@ -170,15 +171,15 @@ def test_guesses_in_an_engine_are_the_published_ones(
 ) -> None:
     model, names, weights = of_kind(kind)
     made = []
-    propose = MtpDrafter.propose
+    propose = EagleDrafter.propose
 
-    def kept(self: MtpDrafter, rows: Any, num_tokens: int) -> Any:
+    def kept(self: EagleDrafter, rows: Any, num_tokens: int) -> Any:
         known = [tokens[:length] for tokens, length in zip(rows.tokens.tolist(), rows.lengths.tolist(), strict=True)]
         proposal = propose(self, rows, num_tokens)
         made.extend(zip(known, proposal.tokens.tolist(), strict=True))
         return proposal
 
-    monkeypatch.setattr(MtpDrafter, "propose", kept)
+    monkeypatch.setattr(EagleDrafter, "propose", kept)
     with engine(write(tmp_path, model, names, weights), prefill_chunk_size=16) as llm:
         prompts = [PROMPTS[1], PROMPTS[3]]
         texts = []
@@ -362,3 +363,12 @@ def test_modules_change_no_token(tmp_path: Path, kind: str, verification: str) -
             outputs = llm.generate(PROMPTS, params.but(speculation=6))
             assert [one.token_ids for one in outputs] == wanted
             assert sum(one.stats.drafted for one in outputs) > 0
+
+
+def test_heads_that_read_the_same_share_what_is_kept(tmp_path: Path) -> None:
+    model, names, weights = of_kind("deepseek")
+    with engine(write(tmp_path, model, names, weights)) as llm:
+        runner = llm.engine.runner
+        runner.tap(last_hidden_tap(llm.loaded))  # as Medusa heads beside it would
+        with pytest.raises(ConfigError, match="different hidden states"):
+            runner.tap(FeatureTap((0,), HIDDEN, unchanged))

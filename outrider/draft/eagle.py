@@ -1,5 +1,7 @@
 """EAGLE heads draft chains and trees from the target's hidden states (2401.15077, 2406.16858, 2503.01840).
 
+So does a model's own MTP module (2412.19437), in the same way.
+
 A head has a cache of its own, by the target's block tables. For every place but the last it is fed the target's true
 feature and the token after it. What a chain or a tree fed itself beyond that came from the head's own features: each
 round begins with a window of the last places, whose true entries take their place.
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from outrider.draft.drafter import DraftRows
     from outrider.model.eagle_head import EagleHead
+    from outrider.model.mtp import MtpHead
     from outrider.proposal import Proposal
 
 __all__ = ["EagleDrafter"]
@@ -42,7 +45,9 @@ class EagleDrafter:
 
     device_side = True
 
-    def __init__(self, head: EagleHead, longest: int, shape: TreeShape | None = None, name: str = "eagle") -> None:
+    def __init__(
+        self, head: EagleHead | MtpHead, longest: int, shape: TreeShape | None = None, name: str = "eagle"
+    ) -> None:
         self.head = head
         self.name = name
         self.makes_trees = shape is not None
@@ -54,7 +59,7 @@ class EagleDrafter:
     @property
     def context_length(self) -> int | None:
         """Positions that the head was made for."""
-        return self.head.settings.context_length
+        return self.head.context_length
 
     @property
     def bytes_per_slot(self) -> int:
@@ -132,18 +137,17 @@ class EagleDrafter:
         root = (rows.lengths[:, None] - 2).clamp(min=0)
         root_feature = rows.features[slots_of(rows.tables, root)]
         root_token = rows.tokens.gather(1, root + 1)
-        states = [hidden]  # what each fed pair gave, the root's first
+        known = hidden  # what the nodes fed last gave, the root's first
 
         def advance(growth: Growth, level: int) -> Tensor:
+            nonlocal known
             tree = growth.tree
-            known = states[-1]
             above = tree.parents[..., None].expand(-1, -1, known.shape[-1])
             features = torch.cat([root_feature.to(known.dtype), known.gather(1, above)], 1)
             tokens = torch.cat([root_token, growth.tokens], 1)
             last = context + growth.tokens.shape[1]
             ancestors = tree.ancestors
-            out = self.head.forward(tokens, features, root + tree.depths, rows.tables, last, rows.start, ancestors)
-            states.append(out)
-            return ranked(self.head.logits(out[:, -growth.num_last :]), rows, level)
+            known = self.head.forward(tokens, features, root + tree.depths, rows.tables, last, rows.start, ancestors)
+            return ranked(self.head.logits(known[:, -growth.num_last :]), rows, level)
 
         return grow(self._shape, num_tokens, ranked(self.head.logits(hidden), rows, 0), advance)

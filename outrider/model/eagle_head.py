@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.model.attention import Step, attend
-from outrider.model.features import FeatureTap
+from outrider.model.features import FeatureTap, unchanged
 from outrider.model.head_cache import HeadCache
 from outrider.model.kv_cache import LayerShape
 
@@ -103,14 +103,18 @@ class EagleHead:
         return self.weights["query"].dtype
 
     @property
+    def context_length(self) -> int:
+        """Positions that it was made for."""
+        return self.settings.context_length
+
+    @property
     def tap(self) -> FeatureTap:
         """What it wants kept of the target: EAGLE-3's three layers are joined at once, for a third of the room."""
-        return FeatureTap(self.settings.taps, self.settings.hidden, self._joined)
+        joins = self.settings.third and "fc" in self.weights
+        return FeatureTap(self.settings.taps, self.settings.hidden, self._joined if joins else unchanged)
 
     def _joined(self, hidden: Tensor) -> Tensor:
         """The target's tapped states, side by side -> features."""
-        if not self.settings.third or "fc" not in self.weights:
-            return hidden
         hidden = self._norm(hidden.to(self.dtype), "taps_norm")
         each = self.weights.get("tap_norms")
         if each is not None:
@@ -151,7 +155,7 @@ class EagleHead:
         Returns:
             Features of the next places, as the head sees them, ``[B, T, hidden]``: for `logits`, and to be fed.
         """
-        positions = positions.clamp(max=self.settings.context_length - 1)
+        positions = positions.clamp(max=self.context_length - 1)
         step = self._cache.step(positions, tables, context, start, ancestors)
         embedded, features = self.embed(tokens).to(self.dtype), features.to(self.dtype)
         if self.settings.third:

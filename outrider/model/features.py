@@ -17,7 +17,9 @@ from outrider.model.kv_cache import BLOCK_SIZE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FeatureTap", "feature_pool"]
+    from outrider.model.load import LoadedModel
+
+__all__ = ["FeatureTap", "feature_pool", "last_hidden_tap", "unchanged"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,17 @@ class FeatureTap:
     layers: tuple[int, ...]
     width: int
     project: Callable[[torch.Tensor], torch.Tensor]
+
+
+def unchanged(hidden: torch.Tensor) -> torch.Tensor:
+    """Project nothing: a tap of hidden states as they are."""
+    return hidden
+
+
+def last_hidden_tap(target: LoadedModel) -> FeatureTap:
+    """Keep the hidden state after the last norm, as it is: what Medusa heads and MTP modules read."""
+    config = target.model.config.get_text_config()
+    return FeatureTap((int(config.num_hidden_layers),), int(config.hidden_size), unchanged)
 
 
 def feature_pool(tap: FeatureTap, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 
 from outrider.errors import ModelLoadError
-from outrider.model.features import FeatureTap
 from outrider.model.head_files import HeadFiles, head_folder
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from outrider.model.load import LoadedModel
 
-__all__ = ["WEIGHT_FILE", "MedusaHeads", "is_medusa", "load_medusa", "medusa_tap"]
+__all__ = ["WEIGHT_FILE", "MedusaHeads", "is_medusa", "load_medusa"]
 
 logger = logging.getLogger("outrider")
 WEIGHT_FILE = "medusa_lm_head.safetensors"
@@ -92,16 +91,6 @@ class MedusaHeads:
 def is_medusa(config: dict[str, Any]) -> bool:
     """Whether a config is that of Medusa heads."""
     return "medusa_num_heads" in config or "MedusaModel" in (config.get("architectures") or ())
-
-
-def medusa_tap(target: LoadedModel) -> FeatureTap:
-    """What the heads read of the target: the hidden state after the last norm."""
-    config = target.model.config.get_text_config()
-    return FeatureTap((config.num_hidden_layers,), config.hidden_size, _as_it_is)
-
-
-def _as_it_is(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def load_medusa(source: str | Path, target: LoadedModel, revision: str | None = None) -> MedusaHeads:

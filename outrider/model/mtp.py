@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.model.attention import ATTENTION_NAME, Probe, Step, register
-from outrider.model.features import FeatureTap
+from outrider.model.features import last_hidden_tap
 from outrider.model.head_cache import HeadCache
 from outrider.model.head_files import HeadFiles, head_folder
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outrider.model.load import LoadedModel
     from outrider.model.paged import PagedStep
 
-__all__ = ["MtpHead", "MtpSettings", "has_mtp", "load_mtp"]
+__all__ = ["MtpHead", "has_mtp", "load_mtp"]
 
 logger = logging.getLogger("outrider")
 
@@ -68,15 +68,8 @@ _FORMATS = (_DEEPSEEK, _MIMO)
 _OTHERS = ("mtp.", "model.mtp.", "model.mtp_", "nextn.")  # known to be MTP, in formats that are not read
 
 
-@dataclass(frozen=True)
-class MtpSettings:
-    """What a drafter asks: positions that the module was made for."""
-
-    context_length: int
-
-
 class MtpHead:
-    """Runs an MTP module over a paged cache of its own.
+    """Runs an MTP module over a paged cache of its own: for a drafter it is what an `EagleHead` is.
 
     Args:
         layer: A decoder layer of the target's kind, attending by our attention as layer 0.
@@ -84,6 +77,10 @@ class MtpHead:
         joint: ``[hidden, 2 * hidden]``.
         hidden_first: Whether the hidden state comes before the embedding in what `joint` takes.
         target: Whose embedding, angles and head are used.
+
+    Attributes:
+        tap: What it reads of the target.
+        context_length: Positions that it was made for.
     """
 
     def __init__(
@@ -91,22 +88,14 @@ class MtpHead:
         target: LoadedModel,
     ) -> None:  # fmt: skip
         model: Any = target.model
-        self.settings = MtpSettings(target.context_length)
-        self.vocab_size = target.vocab_size
+        self.tap, self.context_length = last_hidden_tap(target), target.context_length
         self.device, self.dtype = joint.device, joint.dtype
         self._layer, self._joint, self._hidden_first = layer, joint, hidden_first
         self._embedding_norm, self._hidden_norm, self._norm = norms
         self._embed: Callable[[Tensor], Tensor] = model.get_input_embeddings()
         self._head: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         self._rotary = model.base_model.rotary_emb
-        self._num_layers = int(model.config.get_text_config().num_hidden_layers)
-        self.layers = [self._probed()]
-        self._cache = HeadCache(self.layers, self.dtype, self.device)
-
-    @property
-    def tap(self) -> FeatureTap:
-        """What it reads of the target: the hidden state after the last norm."""
-        return FeatureTap((self._num_layers,), self._joint.shape[0], _as_it_is)
+        self._cache = HeadCache([self._probed()], self.dtype, self.device)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -128,21 +117,8 @@ class MtpHead:
         start: int | None = None,
         ancestors: Tensor | None = None,
     ) -> Tensor:
-        """Feed pairs of a hidden state and the token after it; keys and values are written before they are read.
-
-        Args:
-            tokens: The token after each place, ``[B, T]``.
-            features: ``[B, T, hidden]``.
-            positions: The features' own places, ``[B, T]``.
-            tables: Blocks of each row, ``[B, blocks]``.
-            context: The highest place + 1.
-            start: First slot of the only row, where its blocks lie in order.
-            ancestors: For trees: see `TorchRunner.forward`.
-
-        Returns:
-            Hidden states of the next places, ``[B, T, hidden]``: for `logits`, and to be fed.
-        """
-        positions = positions.clamp(max=self.settings.context_length - 1)
+        """Feed pairs of a hidden state and the token after it: all as for `EagleHead.forward`."""
+        positions = positions.clamp(max=self.context_length - 1)
         step = self._cache.step(positions, tables, context, start, ancestors)
         return self._run(tokens, features, positions, step)
 
@@ -174,10 +150,6 @@ class MtpHead:
         features = torch.zeros(1, 2, self._joint.shape[0], dtype=self.dtype, device=self.device)
         self._run(tokens, features, torch.arange(2, device=self.device)[None], probe)
         return probe.layers[0]
-
-
-def _as_it_is(hidden: Tensor) -> Tensor:
-    return hidden
 
 
 def has_mtp(files: HeadFiles) -> bool:
