@@ -160,6 +160,20 @@ def test_a_head_catches_up_after_rounds_without_it_and_after_preemption(tmp_path
                 assert guesses == greedy_chain(made, tiny_target(), text, len(guesses))
 
 
+def test_what_a_round_left_out_is_not_counted_as_cached(tmp_path: Path) -> None:
+    """A chain in place of a tree may commit more than the next window holds, before the host knows of it."""
+    head = load_eagle(
+        write("eagle3", tmp_path / "head", tiny_target()).folder, load_model(tiny_target(), tokenizer=byte_tokenizer())
+    )
+    drafter = EagleDrafter(head, 8, TreeShape((2,)))
+    drafter.commit((0,), (3,), (8,))
+    assert drafter.missing(0, 3) == 0
+    missing = drafter.missing(0, 12)
+    assert missing > 0
+    drafter.commit((0,), (12,), (0,))
+    assert drafter.missing(0, 12) == missing
+
+
 def test_dynamic_trees_hold_the_likeliest_paths(tmp_path: Path) -> None:
     made = write("eagle3 whole", tmp_path / "head", tiny_target())
     with with_head(made, tiny_target(), tree="auto", num_speculative_tokens=24) as llm:

@@ -102,9 +102,10 @@ class EagleDrafter:
         return replace(proposal, lengths=proposal.lengths.where(rows.lengths > 1, 0))
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
-        """Count as cached what was fed with true features."""
+        """Count as cached what was fed with true features, unless more than the window was missing."""
         for slot, length in zip(slots, lengths, strict=True):
-            self._cached[slot] = length - 1
+            if self.missing(slot, length) == 0:
+                self._cached[slot] = length - 1
 
     def release(self, slot: int) -> None:
         """Forget a slot's cache."""
