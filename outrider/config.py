@@ -44,11 +44,6 @@ class Method(StrEnum):
         """Whether it drafts with weights of its own, which must be named."""
         return self in (Method.DRAFT_MODEL, Method.MEDUSA, Method.EAGLE, Method.DFLASH)
 
-    @property
-    def looks_up(self) -> bool:
-        """Whether guesses are copied from text: next to nothing to make, and often right for long."""
-        return self in (Method.NGRAM, Method.SUFFIX)
-
 
 METHOD_ALIASES = {"eagle2": "eagle", "eagle3": "eagle", "prompt_lookup": "ngram", "layerskip": "early_exit"}
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from outrider.config import Verification
+from outrider.draft import chain as chain_module
 from outrider.draft import draft_model as draft_module
 from outrider.draft.draft_model import DraftModelDrafter
 from outrider.draft.ngram import NGramDrafter
@@ -183,7 +184,7 @@ def greedy_ignores_ratios() -> None:
 
 
 def raw_draft_probabilities(patch: Patch) -> None:
-    patch.setattr(draft_module, "distribution", lambda logits, rules, prefix: logits.softmax(-1))
+    patch.setattr(chain_module, "distribution", lambda logits, rules, prefix: logits.softmax(-1))
 
 
 def residual_is_the_target_itself(patch: Patch) -> None:
@@ -383,9 +384,9 @@ def draft_counts_refused_guesses_as_cached(patch: Patch) -> None:
 
 
 def draft_draws_with_noise_of_its_own(patch: Patch) -> None:
-    right = draft_module.choose
+    right = chain_module.choose
     patch.setattr(
-        draft_module, "choose",
+        chain_module, "choose",
         lambda logits, rules, prefix, purpose: right(logits, rules, Prefix(prefix.tokens, prefix.ends + 1), purpose),
     )  # fmt: skip
 

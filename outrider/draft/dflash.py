@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.draft.chain import Chain
+from outrider.draft.drafter import WithCache
 from outrider.draft.fixed_tree import FixedTree
 from outrider.kernels.attention import slots_of
 from outrider.sampling.upload import upload
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockDrafter"]
 
 
-class BlockDrafter:
+class BlockDrafter(WithCache):
     """Drafts with a block drafter.
 
     Args:
@@ -42,6 +43,7 @@ class BlockDrafter:
     device_side = True
 
     def __init__(self, network: BlockDraft, paths: Sequence[Sequence[int]] | None = None, name: str = "dflash") -> None:
+        super().__init__(network)
         self.network = network
         self.name = name
         most = network.settings.num_guesses
@@ -49,20 +51,6 @@ class BlockDrafter:
         self.makes_trees = self.tree is not None
         self._window = most + 1  # what a round of its own adds: its guesses and the target's own token
         self._kept: dict[int, int] = {}
-
-    @property
-    def context_length(self) -> int | None:
-        """Positions that the drafter was made for."""
-        return self.network.settings.context_length
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that one token takes in its cache."""
-        return self.network.bytes_per_slot
-
-    def allocate(self, num_blocks: int) -> None:
-        """Make the cache."""
-        self.network.allocate(num_blocks)
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Nothing: the products are the library's."""

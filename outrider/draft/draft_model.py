@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from outrider.draft.catching_up import runs
 from outrider.draft.chain import Chain
+from outrider.draft.drafter import WithCache
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.sampling.upload import upload
 
@@ -24,7 +25,7 @@ __all__ = ["DraftModelDrafter"]
 REFED = 2  # tokens fed at the start of every chain: after full acceptance the cache lacks the last two
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(WithCache):
     """Drafts with a causal language model that shares the target's vocabulary.
 
     Args:
@@ -53,6 +54,7 @@ class DraftModelDrafter:
         shape: TreeShape | None = None,
         longest: int = 1,
     ) -> None:
+        super().__init__(runner)
         self.runner = runner
         self._own_cache = own_cache
         self.device_side = follows is None or follows == runner.device
@@ -65,20 +67,6 @@ class DraftModelDrafter:
         self._shared_vocab_size = shared_vocab_size
         self._cached: dict[int, int] = {}
         self.makes_trees = self._shape is not None
-
-    @property
-    def context_length(self) -> int | None:
-        """Positions that the draft was made for."""
-        return self.runner.context_length
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that the draft's cache takes a token."""
-        return self.runner.bytes_per_slot
-
-    def allocate(self, num_blocks: int) -> None:
-        """Make the draft's cache."""
-        self.runner.allocate(num_blocks)
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Make a chain's passes fast: of the first few tokens a row, then of one."""

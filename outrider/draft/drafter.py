@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.proposal import Proposal
     from outrider.sampling.rules import Rules
 
-__all__ = ["DraftRows", "Drafter", "PartedDrafter", "WithoutCache"]
+__all__ = ["DraftRows", "Drafter", "PartedDrafter", "WithCache", "WithoutCache"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,43 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
+
+
+class _CachedDraft(Protocol):
+    """What makes the guesses: a model's runner, a head."""
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def bytes_per_slot(self) -> int: ...
+
+    def allocate(self, num_blocks: int) -> None: ...
+
+
+class WithCache:
+    """What a drafter says whose draft has a cache of its own: how far it reaches, and what it keeps.
+
+    Args:
+        draft: It.
+    """
+
+    def __init__(self, draft: _CachedDraft) -> None:
+        self._keeper = draft
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions that the draft was made for."""
+        return self._keeper.context_length
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that the draft's cache takes for one token of the target's."""
+        return self._keeper.bytes_per_slot
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the draft's cache, for `num_blocks` of the target's blocks."""
+        self._keeper.allocate(num_blocks)
 
 
 class WithoutCache:

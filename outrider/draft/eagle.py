@@ -16,6 +16,7 @@ import torch
 
 from outrider.draft.catching_up import runs
 from outrider.draft.chain import Chain
+from outrider.draft.drafter import WithCache
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.kernels.attention import slots_of
 from outrider.sampling.upload import upload
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["EagleDrafter"]
 
 
-class EagleDrafter:
+class EagleDrafter(WithCache):
     """Drafts with a head that reads the target's features.
 
     Args:
@@ -48,6 +49,7 @@ class EagleDrafter:
     def __init__(
         self, head: EagleHead | MtpHead, longest: int, shape: TreeShape | None = None, name: str = "eagle"
     ) -> None:
+        super().__init__(head)
         self.head = head
         self.name = name
         self.makes_trees = shape is not None
@@ -55,20 +57,6 @@ class EagleDrafter:
         deepest = longest if shape is None else shape.depth(longest)
         self._window = max(deepest, 1) + 1  # all that a round may commit
         self._cached: dict[int, int] = {}
-
-    @property
-    def context_length(self) -> int | None:
-        """Positions that the head was made for."""
-        return self.head.context_length
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that the head's cache takes a token."""
-        return self.head.bytes_per_slot
-
-    def allocate(self, num_blocks: int) -> None:
-        """Make the head's cache."""
-        self.head.allocate(num_blocks)
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Nothing: the products are the library's."""

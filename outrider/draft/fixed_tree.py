@@ -14,8 +14,7 @@ import torch
 from outrider.config import MAX_TREE_NODES
 from outrider.errors import ConfigError
 from outrider.proposal import ROOT, Proposal
-from outrider.sampling.choose import distribution, shaped
-from outrider.sampling.random import Purpose, gumbel
+from outrider.sampling.choose import preferences
 from outrider.sampling.rules import Prefix
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.draft.drafter import DraftRows
-    from outrider.sampling.rules import Rules
 
 __all__ = ["PUBLISHED_TREE", "FixedTree", "best_paths", "ordered_paths", "widest_paths"]
 
@@ -83,7 +81,8 @@ class FixedTree:
         for step in range(self.depth(count)):
             # Rules that look at the text see the likeliest guesses in it, whatever the branch.
             prefix = Prefix(tokens, rows.lengths[:, None] + step)
-            ids = _ranked(logits[:, step : step + 1], rows.rules, prefix).topk(widest, -1).indices
+            scores = preferences(logits[:, step : step + 1], rows.rules, prefix, prefix.ends)
+            ids = scores.topk(widest, -1).indices
             tokens.scatter_(1, prefix.ends, ids[..., 0])
             likeliest.append(ids)
         if likeliest:
@@ -101,20 +100,6 @@ def _check(paths: Sequence[Path], most_deep: int, vocab_size: int) -> None:
         raise ConfigError(f"the tree asks for rank {widest}, but the vocabulary has {vocab_size} ids; narrow it")
     if len(paths) > MAX_TREE_NODES:
         raise ConfigError(f"a tree holds at most {MAX_TREE_NODES} guesses, got {len(paths)}; leave some out")
-
-
-def _ranked(logits: Tensor, rules: Rules, prefix: Prefix) -> Tensor:
-    """Score tokens ``[B, 1, V]`` so that the best is what `choose` takes, and the next what it would take instead.
-
-    Where the target draws, its noise at this position is known: with the noise of its choice, guesses agree with it as
-    often as two distributions allow.
-    """
-    scores = shaped(logits, rules, prefix)
-    if not rules.flags.random:
-        return scores
-    noise = gumbel(rules.seeds, prefix.ends, Purpose.CHOICE, logits.shape[-1])
-    drawn = distribution(logits, rules, prefix).log() + noise
-    return torch.where((rules.temperature > 0)[:, None, None], drawn, scores)
 
 
 def ordered_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.draft.drafter import WithCache
 from outrider.proposal import Proposal
 from outrider.sampling.upload import upload
 
@@ -75,7 +76,7 @@ class _Text:
         return max(0, place)
 
 
-class RetokenisedDrafter:
+class RetokenisedDrafter(WithCache):
     """Drafts with a causal language model by text.
 
     A row that the draft's context or cache cannot hold gets no guesses.
@@ -91,6 +92,7 @@ class RetokenisedDrafter:
     context_length: int | None = None  # in target tokens nobody knows it; rows beyond it get no guesses
 
     def __init__(self, runner: RoomyRunner, token_map: TokenMap, name: str = "draft_model") -> None:
+        super().__init__(runner)
         self.runner = runner
         self.name = name
         self.overlap = token_map.overlap
@@ -104,15 +106,6 @@ class RetokenisedDrafter:
                 self._to_draft.setdefault(index, other)
         self._ratio = self.overlap.ratio
         self._texts: dict[int, _Text] = {}
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that the draft's cache takes for one of the target's tokens."""
-        return self.runner.bytes_per_slot
-
-    def allocate(self, num_blocks: int) -> None:
-        """Make the draft's cache, for `num_blocks` of the target's blocks."""
-        self.runner.allocate(num_blocks)
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Find the fastest products for passes of one token a row."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.draft.chain import Chain
+from outrider.draft.drafter import WithCache
 from outrider.proposal import Proposal
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class _Translation:
         return self.ends.gather(1, (lengths - 1).clamp(min=0)).where(lengths > 0, 0)
 
 
-class TranslatedDrafter:
+class TranslatedDrafter(WithCache):
     """Drafts with a causal language model by the tokens that its vocabulary shares with the target's.
 
     A row that the draft's context or cache cannot hold gets no guesses. Where a prompt was too long, that is for good:
@@ -71,6 +72,7 @@ class TranslatedDrafter:
         *,
         follows: torch.device | None = None,
     ) -> None:
+        super().__init__(runner)  # in the target's tokens its context may be shorter
         self.runner = runner
         self.name = name
         self.overlap = token_map.overlap
@@ -85,20 +87,6 @@ class TranslatedDrafter:
         self._cached: dict[int, int] = {}  # target tokens whose spelling is cached
         self._guessed: set[int] = set()  # slots whose first token behind those was a guess: one draft token
         self._refused: set[int] = set()  # slots whose text did not fit once, and is not fed any more
-
-    @property
-    def context_length(self) -> int | None:
-        """Positions that the draft was made for; in the target's tokens it may be less."""
-        return self.runner.context_length
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that the draft's cache takes for one of the target's tokens."""
-        return self.runner.bytes_per_slot
-
-    def allocate(self, num_blocks: int) -> None:
-        """Make the draft's cache, for `num_blocks` of the target's blocks."""
-        self.runner.allocate(num_blocks)
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Find the fastest products for a chain's passes: of a window a row, then of one token."""

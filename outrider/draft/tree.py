@@ -17,8 +17,7 @@ import torch
 from outrider.config import MAX_TREE_NODES
 from outrider.errors import ConfigError
 from outrider.proposal import ROOT, Proposal, Tree
-from outrider.sampling.choose import distribution, shaped
-from outrider.sampling.random import Purpose, gumbel
+from outrider.sampling.choose import preferences
 from outrider.sampling.rules import Prefix
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider.draft.drafter import DraftRows
-    from outrider.sampling.rules import Rules
 
 __all__ = ["Growth", "TreeShape", "grow", "ranked"]
 
@@ -188,19 +186,10 @@ def ranked(logits: Tensor, rows: DraftRows, step: int) -> Tensor:
     position is known, and with it guesses agree as often as two distributions allow. Rules that look at the text before
     a choice see the text without the guesses.
     """
-    ends = (rows.lengths[:, None] + step).expand(-1, logits.shape[1])
-    scores = _each(shaped, logits.float(), rows)
-    if not rows.rules.flags.random:
-        return scores.log_softmax(-1)
-    noise = gumbel(rows.rules.seeds, ends, Purpose.CHOICE, logits.shape[-1])
-    drawn = _each(distribution, logits.float(), rows).log() + noise
-    return torch.where((rows.rules.temperature > 0)[:, None, None], drawn, scores).log_softmax(-1)
-
-
-def _each(rule: Callable[[Tensor, Rules, Prefix], Tensor], logits: Tensor, rows: DraftRows) -> Tensor:
-    """Apply the rules to every node alone: side by side they would count as one after another."""
-    text = Prefix(rows.tokens, rows.lengths[:, None])
-    if rows.rules.flags.simple:
-        return rule(logits, rows.rules, text)
-    each = (logits[:, node : node + 1] for node in range(logits.shape[1]))
-    return torch.cat([rule(one, rows.rules, text) for one in each], 1)
+    text, ends = Prefix(rows.tokens, rows.lengths[:, None]), rows.lengths[:, None] + step
+    logits, rules = logits.float(), rows.rules
+    if rules.flags.simple:
+        return preferences(logits, rules, text, ends).log_softmax(-1)
+    # Every node alone: side by side they would count as one after another.
+    each = [preferences(logits[:, node : node + 1], rules, text, ends) for node in range(logits.shape[1])]
+    return torch.cat(each, 1).log_softmax(-1)

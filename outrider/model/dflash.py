@@ -127,6 +127,11 @@ class BlockDraft:
         return self._tap
 
     @property
+    def context_length(self) -> int:
+        """Positions that it was made for."""
+        return self.settings.context_length
+
+    @property
     def bytes_per_slot(self) -> int:
         """Bytes that one cached token takes in all layers."""
         return self._cache.bytes_per_slot

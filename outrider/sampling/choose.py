@@ -16,7 +16,7 @@ import torch
 from outrider.sampling.random import Purpose, gumbel
 from outrider.sampling.rules import NOTHING, Prefix, Rules
 
-__all__ = ["TokenLogprobs", "choose", "distribution", "logprobs", "shaped"]
+__all__ = ["TokenLogprobs", "choose", "distribution", "logprobs", "preferences", "shaped"]
 
 SHORTLIST = 1024  # on a CPU a filter usually needs no more than this many of the likeliest tokens
 BANNED = float("-inf")
@@ -51,6 +51,27 @@ def distribution(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Te
     if rules.flags.filtered:
         scores = scores.masked_fill(scores < _floor(scores, rules)[0], BANNED)
     return torch.where((rules.temperature > 0)[:, None, None], scores.softmax(-1), certain)
+
+
+def preferences(logits: torch.Tensor, rules: Rules, prefix: Prefix, ends: torch.Tensor) -> torch.Tensor:
+    """Score tokens ``[B, T, V]`` so that the best is what `choose` takes, and the next what it would take instead.
+
+    Where the target draws, its noise at a position is known beforehand: with it, guesses agree with its choice as often
+    as two distributions allow.
+
+    Args:
+        logits: ``[B, T, V]``.
+        rules: Of each row.
+        prefix: The text that the rules look at.
+        ends: Positions whose noise counts, ``[B, T]`` or ``[B, 1]``: a guess may stand further on than the text that
+            the rules see.
+    """
+    scores = shaped(logits, rules, prefix)
+    if not rules.flags.random:
+        return scores
+    noise = gumbel(rules.seeds, ends, Purpose.CHOICE, logits.shape[-1])
+    drawn = distribution(logits, rules, prefix).log() + noise
+    return torch.where((rules.temperature > 0)[:, None, None], drawn, scores)
 
 
 def shaped(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tensor:
