@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Completion", "RequestOutput", "SpeculationStats", "StreamChunk", "TokenLogprob", "TokenOrigin"]
 
@@ -131,7 +131,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one round added to one sample: text that can no longer change, and its ids."""
+    """What one round added to one sample: text that can no longer change, and its ids.
+
+    Attributes:
+        text_ends: How far into `text` each of its tokens reaches; text that waits for a character's rest or might
+            begin a stop string belongs to a later token.
+    """
 
     index: int
     text: str
@@ -142,3 +147,23 @@ class StreamChunk:
     origins: tuple[TokenOrigin, ...] = ()
     stats: SpeculationStats | None = None
     error: str | None = None
+    text_ends: tuple[int, ...] = ()
+
+    def singles(self) -> list[StreamChunk]:
+        """Give the same as one chunk a token; how it ended stands in the last."""
+        if len(self.token_ids) < 2:
+            return [self]
+        ends = (0, *self.text_ends[: len(self.token_ids) - 1], len(self.text)) if self.text_ends else ()
+        last = len(self.token_ids) - 1
+        parts = []
+        for place, token in enumerate(self.token_ids):
+            text = self.text[ends[place] : ends[place + 1]] if ends else ""
+            logprobs = None if self.logprobs is None else self.logprobs[place : place + 1]
+            whole = self if place == last else StreamChunk(self.index, "", ())
+            parts.append(
+                replace(
+                    whole, text=text, token_ids=(token,), logprobs=logprobs,
+                    origins=self.origins[place : place + 1], text_ends=(len(text),),
+                )
+            )  # fmt: skip
+        return parts

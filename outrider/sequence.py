@@ -208,9 +208,10 @@ class Sequence:
 
     def chunk(self, given: int) -> StreamChunk:
         """Give what is new after the first `given` tokens; text in it is settled."""
+        text = self.detokenizer.take(final=self.finished)
         return StreamChunk(
             index=self.index,
-            text=self.detokenizer.take(final=self.finished),
+            text=text,
             token_ids=tuple(self.output[given:]),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -218,6 +219,7 @@ class Sequence:
             origins=tuple(self.origins[given:]),
             stats=self.stats if self.finished else None,
             error=self.error,
+            text_ends=self.detokenizer.ends(given, text),
         )
 
 

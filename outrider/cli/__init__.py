@@ -11,6 +11,7 @@ from outrider import __version__
 from outrider.cli import chat, generate
 from outrider.cli.groups import from_groups
 from outrider.cli.pair import PAIR_EXAMPLES, PAIR_HELP, pair
+from outrider.cli.serve import SERVE_EXAMPLES, SERVE_HELP, serve
 from outrider.cli.spellings import LlamaSpellings
 
 __all__ = ["app", "main"]
@@ -30,6 +31,8 @@ speculation, and `--compare` shows it.
     outrider generate -m target.gguf -md draft.gguf -p "Once upon a time" -n 256 --draft 5
 
     outrider chat
+
+    outrider serve
 
 **Where guesses come from:** without a draft, from text that repeats (method ngram; it rests by itself while that does
 not pay); with -md, from a small model with the same vocabulary. `outrider COMMAND --help` tells more.
@@ -96,6 +99,7 @@ app.command("generate", cls=LlamaSpellings, help=GENERATE_HELP, epilog=GENERATE_
     from_groups(generate.generate)
 )
 app.command("chat", cls=LlamaSpellings, help=CHAT_HELP)(from_groups(chat.chat))
+app.command("serve", cls=LlamaSpellings, help=SERVE_HELP, epilog=SERVE_EXAMPLES)(from_groups(serve))
 app.command("pair", help=PAIR_HELP, epilog=PAIR_EXAMPLES)(pair)
 
 

@@ -40,6 +40,7 @@ class Detokenizer:
         self._prefix, self._read = 0, len(self._ids)
         self._stop, self._include_stop = tuple(stop), include_stop
         self._emitted = 0
+        self._ends: list[int] = []  # how long the text was after each token
         self.text = ""
 
     def push(self, token: int, *, watch: bool = True) -> str | None:
@@ -50,6 +51,11 @@ class Detokenizer:
         """
         if self._tokenizer is None:
             return None
+        found = self._push(token, watch=watch)
+        self._ends.append(len(self.text))
+        return found
+
+    def _push(self, token: int, *, watch: bool) -> str | None:
         self._ids.append(token)
         end = len(self._ids)
         whole = self._decode(self._prefix, end)
@@ -73,6 +79,11 @@ class Detokenizer:
         end = len(self.text) if final else len(self.text) - self._held_back()
         new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
         return new
+
+    def ends(self, first: int, taken: str) -> tuple[int, ...]:
+        """Say how far into the text just `taken` each token from the `first` new one on reaches."""
+        begin = self._emitted - len(taken)
+        return tuple(min(max(end - begin, 0), len(taken)) for end in self._ends[first:])
 
     def _add(self, whole: str, end: int, *, watch: bool) -> str | None:
         """Take in the text of the tokens from `_prefix` to `end`."""

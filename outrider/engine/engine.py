@@ -47,6 +47,7 @@ class EngineFigures:
         self.drafted = 0
         self.accepted = 0
         self.tokens = 0
+        self.step_seconds = 0.0
         self.propose_seconds = 0.0
         self.verify_seconds = 0.0
 
@@ -146,6 +147,18 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Feed prompts, start a round, and read the one before it (on a CPU: this one)."""
+        began = time.perf_counter()
+        try:
+            self._step()
+        finally:
+            self.figures.step_seconds += time.perf_counter() - began
+
+    def relieve(self) -> None:
+        """After a step that ran out of memory: read what is under way, and let the youngest text give way."""
+        self._read(0)
+        self.scheduler.relieve()
+
+    def _step(self) -> None:
         self.scheduler.admit()
         self._prompts.feed(self.scheduler.running)
         ready = self._ready()

@@ -56,8 +56,17 @@ class Intake:
         self._drafter_for = drafter_for
         self._numbers = itertools.count()
 
-    def request(self, prompt: Any, params: SamplingParams, request_id: str | None = None, scope: str = "") -> Request:
+    def request(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str | None = None,
+        scope: str = "",
+        drafter: Drafter | None = None,
+    ) -> Request:
         """Check one prompt with its parameters; `scope` says whose it is.
+
+        `drafter` drafts for it in place of the engine's own, unless the parameters name another.
 
         Raises:
             InvalidRequestError: The prompt is empty, too long or holds unknown ids, or a parameter does not fit.
@@ -65,7 +74,7 @@ class Intake:
         params = _checked(params)
         text, ids = self._tokenized(prompt)
         self._check_prompt(ids)
-        self._check_params(params)
+        self._check_params(params, can_draft=self._can_draft or drafter is not None)
         if params.seed is None:
             params = params.but(seed=self._seeds.getrandbits(63))
         own = frozenset(params.stop_token_ids)
@@ -77,7 +86,7 @@ class Intake:
             end_ids=own if params.ignore_eos else own | frozenset(self._eos_token_ids),
             own_stop_ids=own,
             bad_words=self._bad_words(params.bad_words),
-            drafter=self._drafter(params, len(ids)),
+            drafter=self._drafter(params, len(ids)) or (None if params.draft_length == 0 else drafter),
             scope=scope,
         )
 
@@ -142,7 +151,7 @@ class Intake:
                 "shorten the prompt or raise max_model_len"
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, *, can_draft: bool) -> None:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token in ids:
                 if token >= self._vocab_size:
@@ -158,7 +167,7 @@ class Intake:
                 f"speculation of {asked} tokens is beyond this engine's {self._longest_draft}; ask for less, "
                 "or start it with num_speculative_tokens to match"
             )
-        if asked and not self._can_draft and params.speculative_model is None and params.prediction is None:
+        if asked and not can_draft and params.speculative_model is None and params.prediction is None:
             raise InvalidRequestError(
                 f"speculation of {asked} tokens needs a drafter, and this engine has none; start it with "
                 "method='ngram' or speculative_model=..., pass a prediction, or leave speculation at 'auto'"

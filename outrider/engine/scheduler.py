@@ -54,6 +54,22 @@ class Scheduler:
         """Cache blocks that nobody owns."""
         return self._pool.num_free
 
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache's blocks that somebody owns."""
+        return 1 - self._pool.num_free / self._pool.capacity
+
+    def relieve(self) -> None:
+        """Let the youngest give up its memory: it waits, or, where it is alone and that would not help, fails."""
+        if not self.running:
+            return
+        youngest = self.running[-1]
+        if len(self.running) > 1:
+            self._preempt(youngest)
+            return
+        self.retire(youngest)
+        youngest.fail("memory ran out, and nobody else could give way")
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the queue."""
         self.waiting.append(sequence)

@@ -202,6 +202,11 @@ class Speculator:
         for drafter in list(self._drafters):
             self._guarded(drafter, partial(drafter.release, slot))
 
+    @property
+    def disabled(self) -> bool:
+        """Whether the engine's own drafter failed so often that it is switched off."""
+        return self.drafter is not None and self._failures.get(self.drafter, 0) >= MOST_FAILURES
+
     def failed(self, drafter: Drafter, error: Exception) -> None:
         """Count a failure; a drafter that fails again and again is switched off. Requests go on."""
         self.num_failures += 1

@@ -142,16 +142,16 @@ class SamplingParams:
         _whole("n", self.n, 1, 1024)
         _number("temperature", self.temperature, 0, 100)
         _number("top_p", self.top_p, 0, 1, low_open=True)
-        _whole("top_k", self.top_k, -1)
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0, 1)
-        _whole("min_tokens", self.min_tokens, 0)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0)
+            _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
                     f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})"

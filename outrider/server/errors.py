@@ -1,0 +1,76 @@
+"""What goes wrong with a request, as OpenAI's clients expect to hear of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["ApiError", "ClientGoneError", "draining", "expired", "invalid", "not_ready", "overloaded"]
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """Ends one request, with this answer.
+
+    Args:
+        status: HTTP status.
+        code: A stable name for programs.
+        message: For people: what was wrong, and what would be right.
+        param: The field at fault.
+        retry_after: Seconds after which trying again makes sense.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+        self.param, self.retry_after = param, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with it."""
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+class ClientGoneError(Exception):
+    """The client went away; nobody is left to answer."""
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """Refuse a request that can never be right."""
+    return ApiError(400, code, message, param=param)
+
+
+def overloaded(message: str, retry_after: int = 1) -> ApiError:
+    """Refuse for want of room here."""
+    return ApiError(503, "server_overloaded", message, retry_after=retry_after)
+
+
+def draining() -> ApiError:
+    """Refuse because the server is about to stop."""
+    return ApiError(503, "server_draining", "the server is shutting down; try another one", retry_after=1)
+
+
+def not_ready() -> ApiError:
+    """Refuse because there is no model yet."""
+    return ApiError(503, "server_not_ready", "the model is still being loaded; /ready tells when", retry_after=2)
+
+
+def expired(seconds: float) -> ApiError:
+    """End a request that took too long."""
+    return ApiError(
+        504, "deadline_exceeded", f"the request was not done after {seconds:g} s; ask for fewer tokens, or stream"
+    )
