@@ -30,10 +30,11 @@ from benchmarks.terminal import Console  # noqa: E402
 TINY: dict[str, Any] = {
     "target": "hidden=64,layers=6,heads=4,kv_heads=2,intermediate=128,vocab=512", "draft": "tiny", "rows": [1, 2],
     "context": 40, "tokens": 12, "rounds": 3, "repeats": 2,
+    "ways": [PLAIN, "eagle3 tree", "medusa tree", "early_exit", "ngram+draft_model"],  # one of each kind
 }  # fmt: skip
 FULL: dict[str, Any] = {
     "target": "llama-3.1-8b", "draft": "llama-3.2-1b", "rows": [1, 8], "context": 200, "tokens": 64, "rounds": 20,
-    "repeats": 5,
+    "repeats": 5, "ways": [way.name for way in WAYS],
 }  # fmt: skip
 LEAST_SECONDS = 30  # a way is not begun with less time left
 
@@ -52,7 +53,7 @@ class Run(StagedRun):
         super().__init__("gpu_methods", "benchmarks.method_runs", options, console, options.limit_seconds)
         self.target = parse_shape(options.target)
         self.draft = parse_shape(options.draft, self.target.vocab)
-        self.ways = [way for way in WAYS if options.ways is None or way.name in options.ways]
+        self.ways = [way for way in WAYS if way.name in options.ways]
         self.record |= {"ways": [], "cells": []}
         self._plain: list[list[int]] | None = None  # its texts
 
@@ -161,7 +162,7 @@ def _options() -> argparse.Namespace:
     add("--tiny", action="store_true", help="tiny models on the CPU: a smoke run; its figures mean nothing")
     pair_options(parser)
     add("--ways", nargs="+", metavar="WAY", choices=[way.name for way in WAYS],
-        help=f"some of: {', '.join(way.name for way in WAYS)} (all)")  # fmt: skip
+        help=f"some of: {', '.join(way.name for way in WAYS)} (all; with --tiny one of each kind)")  # fmt: skip
     add("--rows", type=int, nargs="+", help="requests at a time (1 8)")
     add("--agreement", type=float, default=0.8, help="of the draft model (0.8)")
     add("--context", type=int, help="prompt tokens (200); published EAGLE-3 heads reach 2048")

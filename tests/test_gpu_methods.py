@@ -92,6 +92,7 @@ def test_a_tiny_run_measures_every_way_but_the_one_that_fails(monkeypatch: pytes
     """The stages run in this process, all but the one that fails."""
     out = tmp_path / "record.json"
     arguments = ["--tiny", "--work", str(tmp_path), "--out", str(out), "--limit-seconds", "300", "--repeats", "1"]
+    arguments += ["--ways", *BY_NAME]
     monkeypatch.setattr(sys, "argv", ["gpu_methods.py", *arguments])
     real = gpu_methods.Run._process
 
