@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +34,8 @@ from benchmarks.gpu_figures import (  # noqa: E402
     rounds_table,
     start_table,
 )
-from benchmarks.gpu_machine import driver, end, has_compiled_kernels, pair_options, slug, versions  # noqa: E402
+from benchmarks.gpu_machine import has_compiled_kernels, pair_options  # noqa: E402
+from benchmarks.stages import StagedRun  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 
 TINY: dict[str, Any] = {
@@ -60,34 +58,19 @@ def main() -> None:
     Run(options, console).run()
 
 
-class Run:
+class Run(StagedRun):
     """One run of the benchmark: its stages, and the record that grows with them."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        self.options, self.console = options, console
-        self.began, self.date = time.time(), datetime.now(UTC)
-        self.work: Path = options.work
-        self.work.mkdir(parents=True, exist_ok=True)
+        super().__init__("gpu_rounds", "benchmarks.round_runs", options, console, options.budget)
         self.lead = AGREEMENT if AGREEMENT in options.agreements else options.agreements[0]
         self.saying: Any = None
         self.facts: dict[str, Any] = {}  # what the setup told
         self.fresh = tempfile.mkdtemp(prefix="outrider-cold-") if options.cold else None
-        self.record: dict[str, Any] = {
-            "benchmark": "gpu_rounds",
-            "date": self.date.isoformat(timespec="seconds"),
-            "versions": versions(),
-            "driver": driver(),
-            "options": {key: value for key, value in vars(options).items() if key != "out"},
-            "start_up": [],
-            "cells": [],
-            "skipped": [],
-            "failures": [],
-        }
-
-    @property
-    def left(self) -> float:
-        """Seconds until the budget is spent."""
-        return self.began + self.options.budget - time.time()
+        if self.fresh is not None:
+            self.environment["TRITON_CACHE_DIR"] = f"{self.fresh}/triton"
+            self.environment["TORCHINDUCTOR_CACHE_DIR"] = f"{self.fresh}/inductor"
+        self.record |= {"start_up": [], "cells": []}
 
     def run(self) -> None:
         """Run all stages; whatever happens on the way, what was measured is kept."""
@@ -143,6 +126,7 @@ class Run:
             "cells": cells,
             "tokens": self.options.tokens,
             "draft_quantization": kind,
+            "repeats": self.options.repeats,
         }
         cold = not has_compiled_kernels(self.fresh)
         label = f"agreement {agreement:g}" + (f", {kind} draft" if kind else "")
@@ -174,6 +158,7 @@ class Run:
             "lookaheads": [0, *[lookahead for lookahead in self.options.lookahead if lookahead][:1]],
             "context": self.options.contexts[0],
             "tokens": self.options.stock_tokens,
+            "repeats": self.options.repeats,
         }
         self._take(STOCK, self._stage("transformers", STOCK, job, needed=LEAST_SECONDS[STOCK]), setting="")
 
@@ -193,60 +178,7 @@ class Run:
     def _draft(self, agreement: float) -> str:
         return str(self.facts["drafts"][f"{agreement:g}"])
 
-    # --- processes
-
-    def _stage(self, stage: str, label: str, job: dict[str, Any], *, needed: float) -> list[dict[str, Any]]:
-        out = self.work / f"{stage}.jsonl"
-        job |= {
-            "work": str(self.work),
-            "out": str(out),
-            "tiny": self.options.tiny,
-            "repeats": self.options.repeats,
-            "deadline": self.began + self.options.budget - 5,
-        }
-        path = self.work / f"{stage}.json"
-        command = [sys.executable, "-m", "benchmarks.round_runs", stage, str(path)]
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))}
-        if self.fresh is not None:
-            environment |= {
-                "TRITON_CACHE_DIR": f"{self.fresh}/triton",
-                "TORCHINDUCTOR_CACHE_DIR": f"{self.fresh}/inductor",
-            }
-        path.write_text(json.dumps(job | {"began": time.time()}), encoding="utf-8")
-        return self._process(stage, label, command, out, environment, needed)
-
-    def _process(
-        self, stage: str, label: str, command: list[str], out: Path, environment: dict[str, str], needed: float
-    ) -> list[dict[str, Any]]:
-        """Run one process to its end, or until the budget is spent; give the lines it wrote."""
-        if self.left < needed:
-            self.console.print(f"{label}: left out, {self.left:.0f} s are too few", style="yellow")
-            self.record["skipped"].append({"stage": label, "reason": f"out of time ({self.left:.0f} s left)"})
-            return []
-        self.console.print(f"{label} ... ({self.left:.0f} s left)", style="dim")
-        out.write_text("", encoding="utf-8")
-        log, began = self.work / f"{stage}.log", time.time()
-        with log.open("wb") as file:
-            child = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | environment,
-                cwd=self.work,  # not here: a peer must not find our package
-                start_new_session=True,
-            )
-            try:
-                code: int | str = child.wait(timeout=max(1.0, self.left))
-            except subprocess.TimeoutExpired:
-                code = "out of time"
-            finally:
-                end(child)
-        if code != 0:
-            tail = log.read_text(encoding="utf-8", errors="replace")[-3000:]
-            self.record["failures"].append({"stage": label, "exit": code, "log": tail})
-            self.console.print(f"{label} failed ({code}):\n{tail}", style="yellow", markup=False)
-        self.console.print(f"{label}: {time.time() - began:.1f} s", style="dim")
-        return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    # --- what they told
 
     def _take(
         self, engine: str, lines: list[dict[str, Any]], *, setting: str, cold: bool | None = None, **known: Any
@@ -295,15 +227,6 @@ class Run:
             self.console.print(f"left out: {one}", style="yellow", markup=False)
         path = self._keep()
         self.console.print(f"Record: {path} ({self.record['seconds']:.0f} s)", soft_wrap=True)
-
-    def _keep(self) -> Path:
-        """Write the record as it stands: after every stage, since a machine may be taken away in the next."""
-        self.record["seconds"] = time.time() - self.began
-        card = slug(str(self.record.get("card", "none")))
-        path: Path = self.options.out or HERE / "records" / f"gpu_rounds-{self.date:%Y-%m-%d}-{card}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.record, indent=1, default=str) + "\n", encoding="utf-8")
-        return path
 
 
 def _options() -> argparse.Namespace:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+__all__ = ["clocked", "ours", "prompts_of", "setup", "stock", "tell", "wait"]
 
 COPY_BYTES = 2 << 30
 
@@ -28,7 +30,7 @@ def main() -> None:
     stages[sys.argv[1]](job)
 
 
-def _tell(job: dict[str, Any], **line: Any) -> None:
+def tell(job: dict[str, Any], **line: Any) -> None:
     with Path(job["out"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -49,10 +51,10 @@ def setup(job: dict[str, Any]) -> None:
         prompts = saying.prompts(job["num_prompts"], context)
         (work / f"prompts-{context}.json").write_text(json.dumps(prompts) + "\n", encoding="utf-8")
     weights = {"target": _weight_bytes(work / "target"), "draft": _weight_bytes(next(iter(drafts.values())))}
-    _tell(job, pair_seconds=time.perf_counter() - began, drafts=drafts, weights=weights)
+    tell(job, pair_seconds=time.perf_counter() - began, drafts=drafts, weights=weights)
     on_card = torch.cuda.is_available() and not job["tiny"]
     card = torch.cuda.get_device_name(0) if on_card else "cpu"
-    _tell(job, card=card, copy=_copy(torch.device("cuda" if on_card else "cpu")))
+    tell(job, card=card, copy=_copy(torch.device("cuda" if on_card else "cpu")))
     if on_card:
         torch.cuda.empty_cache()
 
@@ -107,17 +109,17 @@ def _copy(device: Any) -> dict[str, Any]:
     other = torch.empty_like(one)
     seconds = []
     for _ in range(12):
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         for _ in range(10):
             other.copy_(one)
-        _wait(device)
+        wait(device)
         seconds.append((time.perf_counter() - began) / 10)
     rates = [2 * size / one / 1e9 for one in seconds[2:]]
     return {"gb_per_second": sorted(rates)[len(rates) // 2], "all": rates, "bytes": size}
 
 
-def _wait(device: Any) -> None:
+def wait(device: Any) -> None:
     import torch
 
     if device.type == "cuda":
@@ -132,11 +134,12 @@ def ours(job: dict[str, Any]) -> None:
     import torch
 
     from outrider import LLM, SamplingParams
+    from outrider.model.load import load_model
 
     assert LLM is not None  # imported by now, with all that it needs
     imported, work, cells = time.time(), Path(job["work"]), job["cells"]
-    batches = {context: _prompts(work, context) for context in {cell[2] for cell in cells}}
-    with _loads_clocked() as loading:
+    batches = {context: prompts_of(work, context) for context in {cell[2] for cell in cells}}
+    with clocked([load_model]) as loading:
         llm = _llm(job, max(batches) + job["tokens"] + 32)
     made = time.time()
     first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -148,19 +151,19 @@ def ours(job: dict[str, Any]) -> None:
         "first_token": time.time() - made,
         "all": time.time() - job["began"],
     }
-    _tell(job, start_up=start_up)
+    tell(job, start_up=start_up)
     for cell in cells:
         if time.time() > job["deadline"]:
-            _tell(job, skipped=cell, reason="out of time")
+            tell(job, skipped=cell, reason="out of time")
             continue
         rows, lookahead, context = cell
         batch = [batches[context][place % len(batches[context])] for place in range(rows)]
         try:
-            _tell(job, cell=_cell(job, llm, batch, lookahead) | {"context": context})
+            tell(job, cell=_cell(job, llm, batch, lookahead) | {"context": context})
         except Exception as error:  # noqa: BLE001 - on record; the other cells are measured all the same
-            _tell(job, skipped=cell, reason=f"{type(error).__name__}: {error}"[:300])
+            tell(job, skipped=cell, reason=f"{type(error).__name__}: {error}"[:300])
     if torch.cuda.is_available():
-        _tell(job, peak_bytes=torch.cuda.max_memory_reserved())
+        tell(job, peak_bytes=torch.cuda.max_memory_reserved())
     llm.close()
 
 
@@ -203,31 +206,36 @@ def _rounds(stats: list[Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _loads_clocked() -> Iterator[list[float]]:
-    """Note how long each call of `load_model` takes, in whichever of our modules it is called."""
-    from outrider.model.load import load_model
-
-    seconds: list[float] = []
-
-    def clocked(*arguments: Any, **more: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return load_model(*arguments, **more)
-        finally:
-            seconds.append(time.perf_counter() - began)
-
+def clocked(functions: Iterable[Callable[..., Any]], holders: Iterable[Any] | None = None) -> Iterator[list[float]]:
+    """Note how long each call of some functions takes, in whichever of our modules (or `holders`) they are called."""
     ours = [module for name, module in sys.modules.items() if name.startswith("outrider.")]
-    callers = [module for module in ours if getattr(module, "load_model", None) is load_model]
-    for module in callers:
-        module.load_model = clocked  # type: ignore[attr-defined]
+    seconds: list[float] = []
+    replaced = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **more)
+            finally:
+                seconds.append(time.perf_counter() - began)
+
+        return call
+
+    for function in functions:
+        name, stand_in = function.__name__, timed(function)
+        for holder in ours if holders is None else holders:
+            if getattr(holder, name, None) is function:
+                setattr(holder, name, stand_in)
+                replaced.append((holder, name, function))
     try:
         yield seconds
     finally:
-        for module in callers:
-            module.load_model = load_model  # type: ignore[attr-defined]
+        for holder, name, function in replaced:
+            setattr(holder, name, function)
 
 
-def _prompts(work: Path, context: int) -> list[list[int]]:
+def prompts_of(work: Path, context: int) -> list[list[int]]:
     found: list[list[int]] = json.loads((work / f"prompts-{context}.json").read_text(encoding="utf-8"))
     return found
 
@@ -249,8 +257,8 @@ def stock(job: dict[str, Any]) -> None:
         for folder in (work / "target", job["draft_folder"])
     )
     start_up = {"imports": imported - job["began"], "ready": time.time() - imported}
-    _tell(job, start_up=start_up, version=transformers.__version__)
-    ids = torch.tensor([_prompts(work, job["context"])[0]], device=device)
+    tell(job, start_up=start_up, version=transformers.__version__)
+    ids = torch.tensor([prompts_of(work, job["context"])[0]], device=device)
     fixed = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
     for lookahead in job["lookaheads"]:
         extra: dict[str, Any] = {}
@@ -260,14 +268,14 @@ def stock(job: dict[str, Any]) -> None:
             extra["assistant_model"] = draft
         seconds, tokens = [], []
         for _ in range(job["repeats"] + 1):
-            _wait(torch.device(device))
+            wait(torch.device(device))
             began = time.perf_counter()
             with torch.inference_mode():
                 output = target.generate(ids, max_new_tokens=job["tokens"], **fixed, **extra)
             tokens = output[0, ids.shape[1] :].tolist()
             seconds.append(time.perf_counter() - began)
         cell = {"rows": 1, "lookahead": lookahead, "context": job["context"], "agreement": job["agreement"]}
-        _tell(job, cell={**cell, "seconds": seconds, "token_ids": [tokens]})
+        tell(job, cell={**cell, "seconds": seconds, "token_ids": [tokens]})
 
 
 if __name__ == "__main__":

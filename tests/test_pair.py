@@ -134,10 +134,11 @@ def test_large_models_are_split_with_an_index(tmp_path: Path) -> None:
 
     held = {f"w{place}": torch.randn(5 + place, 3) for place in range(4)}
     weights = [
-        Weight(name, tuple(one.shape), lambda start, stop, one=one: one[start:stop]) for name, one in held.items()
+        Weight(name, tuple(one.shape), one.dtype, lambda start, stop, one=one: one[start:stop])
+        for name, one in held.items()
     ]
     told: list[int] = []
-    write_weights(tmp_path, weights, torch.float32, told.append, shard_bytes=150)
+    write_weights(tmp_path, weights, told.append, shard_bytes=150)
     index = json.loads((tmp_path / INDEX).read_text())
     shapes = {name: tuple(one.shape) for name, one in held.items()}
     assert sum(told) == index["metadata"]["total_size"] == num_bytes(shapes, torch.float32)

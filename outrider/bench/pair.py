@@ -9,7 +9,6 @@ run them, and no weights need to be downloaded to compare engines.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -22,7 +21,7 @@ import torch
 
 from outrider.bench.saying import Saying
 from outrider.bench.shapes import Shape, parse_shape
-from outrider.bench.shards import INDEX, PIECE_BYTES, Weight, num_bytes, write_weights
+from outrider.bench.shards import INDEX, PIECE_BYTES, Weight, normal, num_bytes, write_weights
 from outrider.errors import CapacityError, ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def _write(
     for path in _replaced(folder):
         path.unlink()
     weights = _Weights(shape, following, f"{facts['seed']}/{facts['role']}", dtype, torch.device(facts["device"]))
-    write_weights(folder, weights.all(), dtype, tell)
+    write_weights(folder, weights.all(), tell)
     del weights
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # whoever goes on in this process finds the card as it was
@@ -224,7 +223,8 @@ class _Weights:
 
     def all(self) -> list[Weight]:
         """Give every weight, drawn when it is asked for."""
-        return [Weight(name, shape, self._drawer(name, shape)) for name, shape in self._shape.tensors().items()]
+        shapes = self._shape.tensors()
+        return [Weight(name, shape, self._dtype, self._drawer(name, shape)) for name, shape in shapes.items()]
 
     def _drawer(self, name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
         if len(shape) == 1:
@@ -247,9 +247,7 @@ class _Weights:
         return found
 
     def _normal(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
-        draws = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device).normal_(generator=draws)
+        return normal(f"{self._seed}/{name}", shape, dtype or self._dtype, self._device)
 
 
 # --- checks before anything is written

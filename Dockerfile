@@ -1,0 +1,48 @@
+# Outrider's server, on a CPU unless asked otherwise. How to build and run it: docs/deploying.md
+#
+#   docker build -t outrider .
+#   docker build -t outrider:cuda --build-arg ACCELERATOR=cuda .
+
+FROM python:3.12-slim AS build
+ARG ACCELERATOR=cpu
+ARG TORCH=torch==2.13.0
+ARG EXTRAS=serve
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python -m venv /opt/outrider
+# Torch first, in a layer of its own: it is most of the image, and changes least. The package index's own torch is built
+# for CUDA, and brings all of CUDA that it needs.
+RUN case "$ACCELERATOR" in \
+        cpu) set -- --index-url https://download.pytorch.org/whl/cpu ;; \
+        cuda) set -- ;; \
+        *) echo "ACCELERATOR must be cpu or cuda, got $ACCELERATOR" >&2; exit 1 ;; \
+    esac && /opt/outrider/bin/pip install "$@" "$TORCH"
+COPY pyproject.toml README.md LICENSE /src/
+COPY scripts/constraints.txt /src/scripts/
+COPY outrider /src/outrider
+RUN /opt/outrider/bin/pip install --constraint /src/scripts/constraints.txt "/src[$EXTRAS]"
+
+FROM python:3.12-slim
+ARG ACCELERATOR=cpu
+# Triton compiles a small C file for each kernel when it first meets a card.
+RUN if [ "$ACCELERATOR" = cuda ]; then \
+        apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
+RUN useradd --uid 10001 --user-group --create-home outrider && install -d -o outrider -g outrider /models
+COPY --from=build /opt/outrider /opt/outrider
+# All that is written goes to /models: downloads, compiled kernels, what tuning found.
+ENV PATH=/opt/outrider/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/models/huggingface \
+    OUTRIDER_CACHE=/models/outrider \
+    TRITON_CACHE_DIR=/models/triton
+VOLUME /models
+WORKDIR /models
+USER 10001:10001
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+# Large weights take minutes to read; until then the server answers 503.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"]
+# Arguments of `docker run` follow: the model first. The port is the health check's, too.
+ENTRYPOINT ["outrider", "serve", "--host", "0.0.0.0", "--port", "8000", \
+    "--api-key-file", "/run/secrets/outrider-api-keys"]
