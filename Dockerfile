@@ -1,21 +1,20 @@
 # Outrider's server, on a CPU unless asked otherwise. How to build and run it: docs/deploying.md
 #
-#   docker build -t outrider .
+#   docker build -t outrider .                                                  # torch as the package index has it
+#   docker build -t outrider --build-arg TORCH_INDEX=URL .                      # a package index of CPU-only torch
 #   docker build -t outrider:cuda --build-arg ACCELERATOR=cuda .
 
 FROM python:3.12-slim AS build
 ARG ACCELERATOR=cpu
 ARG TORCH=torch==2.13.0
-ARG EXTRAS=serve
+ARG EXTRAS=server
+ARG TORCH_INDEX=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/outrider
-# Torch first, in a layer of its own: it is most of the image, and changes least. The package index's own torch is built
-# for CUDA, and brings all of CUDA that it needs.
-RUN case "$ACCELERATOR" in \
-        cpu) set -- --index-url https://download.pytorch.org/whl/cpu ;; \
-        cuda) set -- ;; \
-        *) echo "ACCELERATOR must be cpu or cuda, got $ACCELERATOR" >&2; exit 1 ;; \
-    esac && /opt/outrider/bin/pip install "$@" "$TORCH"
+# Torch first, in a layer of its own: it is most of the image, and changes least. The usual package index has it built
+# for CUDA, which runs on a CPU too and takes gigabytes; TORCH_INDEX names another index, such as PyTorch's for CPUs.
+RUN case "$ACCELERATOR" in cpu | cuda) ;; *) echo "ACCELERATOR must be cpu or cuda: $ACCELERATOR" >&2; exit 1 ;; esac \
+    && /opt/outrider/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
 COPY pyproject.toml README.md LICENSE /src/
 COPY scripts/constraints.txt /src/scripts/
 COPY outrider /src/outrider

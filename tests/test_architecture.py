@@ -126,7 +126,7 @@ def test_every_room_has_its_layer() -> None:
 
 @every_file
 def test_imports_go_one_way(path: Path) -> None:
-    if title(path) == FACADE or room(path) == "__main__":
+    if title(path) == FACADE or path.name == "__main__.py":  # what starts a program knows all of it
         return
     here = room(path)
     wrong = [

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from outrider.server.metrics import Metrics
+
 ROOT = Path(__file__).parent.parent
 DRAIN = 30  # seconds that the server gives running requests after SIGTERM
 DEADLINE = 600  # and any request in all
@@ -19,18 +21,10 @@ OPTIONS = {
     "--host", "--port", "--api-key-file", "--max-model-len", "--speculative-model", "--num-speculative-tokens",
 }  # fmt: skip
 METRICS = {  # what the server exports: name -> labels; histograms by their name without a suffix
-    "requests_total": ("route", "status"), "requests_running": (), "requests_waiting": (), "queue_seconds": (),
-    "time_to_first_token_seconds": (), "inter_token_seconds": (), "request_seconds": (), "prompt_tokens_total": (),
-    "generated_tokens_total": (), "cached_prompt_tokens_total": (), "kv_cache_usage_ratio": (),
-    "draft_tokens_total": (), "accepted_tokens_total": (), "accepted_tokens_per_position_total": ("position",),
-    "rounds_total": (), "tokens_per_round": (), "draft_length": (), "draft_seconds_total": (),
-    "verify_seconds_total": (), "host_seconds_total": (), "speculation_rests_total": (), "preemptions_total": (),
-    "rejected_requests_total": ("reason",),
-}  # fmt: skip
-HISTOGRAMS = {
-    "queue_seconds", "time_to_first_token_seconds", "inter_token_seconds", "request_seconds", "tokens_per_round",
-    "draft_length",
-}  # fmt: skip
+    sample.name.removeprefix("outrider_") + ("_total" if sample.type == "counter" else ""): sample.labels
+    for sample in Metrics().described()
+}
+HISTOGRAMS = {one.name.removeprefix("outrider_") for one in Metrics().described() if one.type == "histogram"}
 TARGET_LABELS = {"job", "instance"}  # of every metric, by Prometheus
 
 

@@ -62,7 +62,7 @@ class Gate:
                 await refuse(error, sent, close=self._service.draining or scope["method"] == "POST")
         except ClientGoneError:
             pass
-        except Exception:  # logged and answered already; one request's fault is no fault of the server
+        except Exception:  # noqa: BLE001 - logged and answered already; a request's fault is not the server's
             if not sent.began:
                 await refuse(ApiError(500, "internal_error", "something went wrong here"), sent, close=True)
         route = getattr(scope.get("route"), "path", "unknown")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -17,6 +17,14 @@ QUICK = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 16, 32, 64)
 
 
+class Described(NamedTuple):
+    """A metric's name (a counter's without ``_total``), type and labels."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...] = ()
+
+
 class Metrics:
     """Counters of one server, in a registry of its own."""
 
@@ -24,13 +32,18 @@ class Metrics:
         disable_created_metrics()  # a time for each counter, which nobody asks for
         self.registry = CollectorRegistry()
 
+        self._described: list[Described] = []
+
         def counter(name: str, text: str, *labels: str) -> Counter:
+            self._described.append(Described(f"outrider_{name}", "counter", labels))
             return Counter(f"outrider_{name}", text, labels, registry=self.registry)
 
         def gauge(name: str, text: str) -> Gauge:
+            self._described.append(Described(f"outrider_{name}", "gauge"))
             return Gauge(f"outrider_{name}", text, registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            self._described.append(Described(f"outrider_{name}", "histogram"))
             return Histogram(f"outrider_{name}", text, buckets=buckets, registry=self.registry)
 
         self.requests = counter("requests", "HTTP requests answered", "route", "status")
@@ -99,6 +112,10 @@ class Metrics:
         if stats.rounds:
             self.draft_length.observe(stats.drafted / stats.rounds)
             self.rests.inc(stats.rounds - (stats.drafted_per_position[0] if stats.drafted_per_position else 0))
+
+    def described(self) -> list[Described]:
+        """List all metrics."""
+        return list(self._described)
 
     def text(self) -> bytes:
         """Give all of it in Prometheus' format."""
