@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,6 +109,12 @@ class ServeOptions:
     drain_seconds: Annotated[
         float, Option(help="How long running requests may go on after SIGTERM.", rich_help_panel=LIMITS)
     ] = 30.0
+    stall_seconds: Annotated[
+        float, Option(help="How long a client may leave a stream unread or a body unsent.", rich_help_panel=LIMITS)
+    ] = 30.0
+    header_seconds: Annotated[
+        float, Option(help="How long a request's head may take to arrive.", rich_help_panel=LIMITS)
+    ] = 10.0
     traceback: Annotated[bool, Option("--traceback", help="Show where an error arose.")] = False
 
     def settings(self, max_num_seqs: int) -> ServerSettings:
@@ -136,6 +143,8 @@ class ServeOptions:
             queue_seconds=self.queue_seconds,
             deadline_seconds=self.deadline_seconds,
             drain_seconds=self.drain_seconds,
+            stall_seconds=self.stall_seconds,
+            header_seconds=self.header_seconds,
         )
         if not settings.on_loopback and not settings.api_keys and not self.allow_anyone:
             raise ConfigError(
@@ -176,6 +185,10 @@ def keys_of(path: Path | None) -> dict[bytes, str]:
     return keys
 
 
+def _stopped(*_: object) -> None:
+    raise SystemExit(0)
+
+
 def serve(server: ServeOptions, model: ModelOptions) -> None:
     """Take the port, then load, then serve until told to stop."""
     with reported(show_traceback=server.traceback):
@@ -187,6 +200,7 @@ def serve(server: ServeOptions, model: ModelOptions) -> None:
         from outrider.server.binding import bound
 
         taken = bound(settings.host, settings.port)
+        signal.signal(signal.SIGTERM, _stopped)  # until the server has handlers of its own
         say(f"loading {model.shown_model}; http://{settings.host}:{taken.getsockname()[1]}/ready tells when it serves")
         try:
             from outrider.server.run import serve as run

@@ -154,7 +154,7 @@ class Engine:
             self.figures.step_seconds += time.perf_counter() - began
 
     def relieve(self) -> None:
-        """After a step that ran out of memory: read what is under way, and let the youngest text give way."""
+        """After steps that ran out of memory: read what is under way, and end the youngest text."""
         self._read(0)
         self.scheduler.relieve()
 

@@ -60,15 +60,11 @@ class Scheduler:
         return 1 - self._pool.num_free / self._pool.capacity
 
     def relieve(self) -> None:
-        """Let the youngest give up its memory: it waits, or, where it is alone and that would not help, fails."""
-        if not self.running:
-            return
-        youngest = self.running[-1]
-        if len(self.running) > 1:
-            self._preempt(youngest)
-            return
-        self.retire(youngest)
-        youngest.fail("memory ran out, and nobody else could give way")
+        """End the youngest of those that run, so that the others may go on."""
+        if self.running:
+            youngest = self.running[-1]
+            self.retire(youngest)
+            youngest.fail("memory ran out")
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the end of the queue."""

@@ -131,6 +131,8 @@ class Call:
         if error is not None:
             self.fail(error)
         elif self._bounded and self._unread > self._service.settings.max_stream_bytes:
+            self._waiting.clear()  # it is late already: no use in reading all of it first
+            self._worker.abort(self.jobs[place])
             self.fail(ApiError(408, "slow_reader", "the stream was not read fast enough"))
         self._news.set()
 

@@ -29,6 +29,7 @@ __all__ = ["OPEN_PATHS", "Gate"]
 
 OPEN_PATHS = ("/live", "/ready")  # without a key: probes have none, and they tell nothing
 WHILE_DRAINING = (*OPEN_PATHS, "/health", "/metrics")
+LINGER_SECONDS = 1.0
 PORT = re.compile(r":\d+$")
 BRACKETS = re.compile(
     rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL
@@ -57,6 +58,8 @@ class Gate:
                 receive = _replayed(await self._body(headers, receive), receive)
             await self._app(scope, receive, sent)
         except ApiError as error:
+            if error.status == 413:
+                await _thrown_away(receive, self._settings.max_body_bytes)
             if not sent.began:
                 # What is left of the body was not read, so the connection cannot be used again.
                 await refuse(error, sent, close=self._service.draining or scope["method"] == "POST")
@@ -173,6 +176,19 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return read
+
+
+async def _thrown_away(receive: Receive, most: int) -> None:
+    """Read some more of what is not wanted: a client that is still sending would not read the answer."""
+    try:
+        async with asyncio.timeout(LINGER_SECONDS):
+            while most > 0:
+                message = await receive()
+                most -= len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
+    except TimeoutError:
+        pass
 
 
 def _too_large(most: int) -> ApiError:

@@ -29,7 +29,7 @@ class Metrics:
     """Counters of one server, in a registry of its own."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a time for each counter, which nobody asks for
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time for each counter, which nobody asks for
         self.registry = CollectorRegistry()
 
         self._described: list[Described] = []
@@ -81,6 +81,7 @@ class Metrics:
         self.running.set(len(scheduler.running))
         self.waiting.set(len(scheduler.waiting))
         self.cache_usage.set(scheduler.cache_usage)
+        self.degraded.set(engine.speculator.disabled)
         for name, counted, value in (
             ("draft", self.draft_seconds, figures.propose_seconds),
             ("verify", self.verify_seconds, figures.verify_seconds),

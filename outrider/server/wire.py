@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Wire", "wire_with"]
 
+LINGER_SECONDS = 0.5
+
 
 class Wire(H11Protocol):
     """uvicorn's protocol, with a bound on the time that a request's head may take."""
 
     header_seconds = 10.0
     _head_timer: asyncio.TimerHandle | None = None
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for the first head."""
@@ -32,6 +35,8 @@ class Wire(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes in; a new head begins with the first one after an answer."""
+        if self._refused:
+            return
         if self._head_timer is None and self.conn.their_state is h11.IDLE:
             self._await_head()
         super().data_received(data)
@@ -76,7 +81,10 @@ class Wire(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
             pass  # an answer is under way already: all that is left is to hang up
-        self.transport.close()
+        # What still arrives is thrown away for a while: closing on unread bytes would reset the connection, and the
+        # client might never read why.
+        self._refused = True
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 def wire_with(header_seconds: float) -> type[Wire]:

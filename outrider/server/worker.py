@@ -158,16 +158,24 @@ class EngineWorker(threading.Thread):
                         self.engine.add(sequence)
 
     def _step(self) -> None:
-        """Take one step. Where memory runs out somebody gives way, and it is tried again."""
-        while True:
+        """Take one step. Where memory runs out it is tried again, and then again without the youngest text.
+
+        Sending that one back to the queue would not help: the cache's memory is taken at start, and what ran out is the
+        room to compute in.
+        """
+        failures = 0
+        while self.engine.busy:
             try:
                 return self.engine.step()
             except (torch.OutOfMemoryError, MemoryError):
+                failures += 1
                 self._metrics.out_of_memory.inc()
-                logger.warning("memory ran out in a step; the youngest text gives way")
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+            if failures > 1:
+                logger.warning("memory ran out in a step again; the youngest text is ended")
                 self.engine.relieve()
-                if not self.engine.busy:
-                    return None
+        return None
 
     def _expire(self) -> None:
         """Refuse what has waited too long to be begun."""

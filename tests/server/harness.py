@@ -66,8 +66,11 @@ class Running:
         return False
 
     def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; gives the exit code. All lines are there afterwards."""
         self.process.send_signal(number)
-        return self.process.wait(STOP_SECONDS)
+        code = self.process.wait(STOP_SECONDS)
+        time.sleep(0.1)
+        return code
 
 
 def metric(text: str, name: str) -> float:
@@ -86,13 +89,15 @@ def serving(*arguments: str, ready: bool = True, **environment: str) -> Iterator
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}
     )
     running = Running(process, 0)
+    reader: threading.Thread | None = None
     try:
         assert process.stderr is not None
         first = process.stderr.readline()
         match = re.search(r":(\d+)/ready", first)
         assert match, first + process.stderr.read()
         running.port = int(match[1])
-        threading.Thread(target=_drain, args=(running,), daemon=True).start()
+        reader = threading.Thread(target=_drain, args=(running,), daemon=True)
+        reader.start()
         if ready:
             wait_until_ready(running)
         yield running
@@ -104,6 +109,10 @@ def serving(*arguments: str, ready: bool = True, **environment: str) -> Iterator
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if reader is not None:
+            reader.join(5)
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 def wait_until_ready(running: Running) -> None:
