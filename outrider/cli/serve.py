@@ -112,6 +112,9 @@ class ServeOptions:
     stall_seconds: Annotated[
         float, Option(help="How long a client may leave a stream unread or a body unsent.", rich_help_panel=LIMITS)
     ] = 30.0
+    step_seconds: Annotated[
+        float, Option(help="How long the engine may take for a step before it counts as hung.", rich_help_panel=LIMITS)
+    ] = 120.0
     header_seconds: Annotated[
         float, Option(help="How long a request's head may take to arrive.", rich_help_panel=LIMITS)
     ] = 10.0
@@ -145,6 +148,7 @@ class ServeOptions:
             drain_seconds=self.drain_seconds,
             stall_seconds=self.stall_seconds,
             header_seconds=self.header_seconds,
+            step_seconds=self.step_seconds,
         )
         if not settings.on_loopback and not settings.api_keys and not self.allow_anyone:
             raise ConfigError(

@@ -81,9 +81,13 @@ def metric(text: str, name: str) -> float:
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, ready: bool = True, **environment: str) -> Iterator[Running]:
-    """Start ``outrider serve``, wait until it is ready, and see to it that it ends."""
-    command = [sys.executable, "-m", "outrider", "serve", "--port", "0", "--threads", "1", *arguments]
+def serving(*arguments: str, ready: bool = True, first: str = "", **environment: str) -> Iterator[Running]:
+    """Start ``outrider serve``, wait until it is ready, and see to it that it ends.
+
+    `first` is code that the process runs before it begins: to plant a fault.
+    """
+    begun = f"{first}\nfrom outrider.cli import main\nmain()"
+    command = [sys.executable, "-c", begun, "serve", "--port", "0", "--threads", "1", *arguments]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}

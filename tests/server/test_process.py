@@ -351,3 +351,39 @@ def test_nothing_else_listens_and_prompts_are_not_logged(folder: str) -> None:
         assert not listening or len(ours) == 1
         server.stop()
         assert canary not in "".join(server.lines)
+
+
+# --- the engine's own faults end the process
+
+PLANTED = """
+import time
+from outrider.engine.engine import Engine
+right = Engine.step
+count = 0
+def step(self):
+    global count
+    count += 1
+    if count > 20:
+        {fault}
+    return right(self)
+Engine.step = step
+"""
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError('planted')", "time.sleep(300)"])
+def test_an_engine_that_fails_or_hangs_ends_the_process_and_tells_its_clients(folder: str, fault: str) -> None:
+    with serving(folder, "--step-seconds", "2", first=PLANTED.format(fault=fault)) as server:
+        texts: list[str] = []
+        body = {**LONG, "stream": True, "speculation": "off"}
+        threads = [
+            threading.Thread(target=lambda: texts.append(server.post("/v1/completions", body).text)) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        assert server.process.wait(20) == 70
+        for thread in threads:
+            thread.join()
+        children = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=False)
+        assert not children.stdout
+    assert all('"engine_failed"' in text and text.endswith("data: [DONE]\n\n") for text in texts)
+    assert len(texts) == 3
