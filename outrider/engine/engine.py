@@ -281,34 +281,41 @@ class Engine:
             sequence.ahead -= flight.wanted[row] + 1
             if not sequence.finished:  # neither aborted nor ended in the round before this one
                 columns = None if report is None else [column[row] for column in report]
-                self._take_in(sequence, packed[row], columns, now)
+                own = None if flight.own is None else flight.own[row]
+                self._take_in(sequence, packed[row], columns, now, own)
 
-    def _take_in(self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float) -> None:
+    def _take_in(
+        self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float, own: int | None
+    ) -> None:
         """Give a sequence what a round made for it; its fault is its own."""
         *tokens, accepted, drafted, broken = packed
         try:
             if 0 < broken < STUCK:
                 raise FloatingPointError("the target's logits are not numbers (NaN)")
-            most = broken - STUCK if broken else accepted + 1
+            most = broken - STUCK if broken else None
             kept = self._append(sequence, tokens[:most], accepted, drafted, now)
             if broken and not sequence.finished:
                 sequence.fail("nothing is left to choose: other rules (bad_words, stop ids before min_tokens) ban all")
             if columns is not None and sequence.request.params.logprobs is not None:
                 _report(sequence, [column[:kept] for column in columns])
-            self._book(sequence, drafted, accepted, kept)
+            self._book(sequence, drafted, accepted, kept, own)
         except Exception as error:
             logger.exception("request %s failed and is ended; others go on", sequence.request.id)
             sequence.fail(f"{type(error).__name__}: {error}")
         if sequence.finished:
             self.scheduler.retire(sequence)
 
-    def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int) -> None:
-        """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted."""
+    def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int, own: int | None) -> None:
+        """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted.
+
+        Of how its drafter fares, only its `own` guesses tell.
+        """
         if kept <= accepted:
             drafted = accepted = kept
         sequence.ledger.record(drafted, accepted)
         sequence.cached = len(sequence) - 1
-        self.speculator.learn(sequence, drafted, accepted)
+        most = drafted if own is None else own
+        self.speculator.learn(sequence, min(drafted, most), min(accepted, most))
         self.figures.drafted += drafted
         self.figures.accepted += accepted
         self.figures.tokens += kept
@@ -317,6 +324,7 @@ class Engine:
         """Append a round's tokens until the sequence ends; give how many it took."""
         sequence.lossy |= self.speculation.verification is Verification.TYPICAL and drafted > 0
         last = "plain" if drafted == 0 else "bonus" if accepted == drafted else "recovered"
+        tokens = tokens[: accepted + 1]
         for place, token in enumerate(tokens):
             sequence.append(token, "accepted" if place < accepted else last, now)
             if sequence.finished:
