@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outrider.engine.round import RoundPlan
     from outrider.sequence import Sequence
 
-__all__ = ["Constraint", "GrammarError", "masked", "with_forced"]
+__all__ = ["Constraint", "GrammarError", "ended_by_grammar", "masked", "why_stuck", "with_forced"]
 
 ANYTHING = -1  # 32 bits, all set
 
@@ -174,6 +174,30 @@ class Constraint:
         if self._can_close(count) and self._matcher.is_accepting():
             bits = bits | self._words.bits(self._closing)
         return bits
+
+
+def ended_by_grammar(sequence: Sequence) -> bool:
+    """End a sequence whose grammar lets nothing follow, be its text whole or not; say whether it was one."""
+    constraint = sequence.constraint
+    if constraint is None:
+        return False
+    try:
+        if constraint.over:
+            sequence.finish("stop")
+        else:
+            constraint.root()
+    except GrammarError as error:
+        sequence.fail(str(error))
+    return sequence.finished
+
+
+def why_stuck(sequence: Sequence) -> str:
+    """Say why nothing can be chosen after a text that has a grammar."""
+    try:
+        sequence.constraint.root()
+    except GrammarError as error:
+        return str(error)
+    return "nothing is left to choose: bad_words, or stop ids before min_tokens, ban all that the grammar allows"
 
 
 def with_forced(proposal: Proposal, sequences: Seq[Sequence], wanted: Seq[int]) -> tuple[Proposal, list[int]]:

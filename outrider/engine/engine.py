@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.config import MAX_DRAFT_TOKENS, EngineConfig, SpeculationConfig, Verification
-from outrider.engine.constraint import GrammarError, masked, with_forced
+from outrider.engine.constraint import ended_by_grammar, masked, why_stuck, with_forced
 from outrider.engine.flight import Flight, Readback
 from outrider.engine.graphs import RoundGraphs
 from outrider.engine.prefill import PromptFeeder
@@ -166,7 +166,9 @@ class Engine:
         if self._flights and self._must_read_first(ready):
             self._read(0)
             ready = self._ready()
-        ready = [one for one in ready if one.constraint is None or self._can_go_on(one)]
+        for one in ready:
+            if ended_by_grammar(one):
+                self.scheduler.retire(one)
         # Oldest first: what one row needs may send away younger ones, which then no longer run.
         ready = [one for one in ready if one.slot is not None and self.scheduler.secure(one)]
         if ready:
@@ -187,19 +189,6 @@ class Engine:
         if _constrained(ready):
             return True
         return not all(self.scheduler.grow(one, one.reach) for one in ready)
-
-    def _can_go_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence's grammar lets anything follow; where not, it ends here."""
-        try:
-            if sequence.constraint.over:
-                sequence.finish("stop")
-            else:
-                sequence.constraint.root()
-        except GrammarError as error:
-            sequence.fail(str(error))
-        if sequence.finished:
-            self.scheduler.retire(sequence)
-        return not sequence.finished
 
     def _read(self, leave: int) -> None:
         """Read rounds back until only `leave` are under way."""
@@ -295,7 +284,7 @@ class Engine:
             most = broken - STUCK if broken else None
             kept = self._append(sequence, tokens[:most], accepted, drafted, now)
             if broken and not sequence.finished:
-                sequence.fail("nothing is left to choose: other rules (bad_words, stop ids before min_tokens) ban all")
+                sequence.fail(why_stuck(sequence))
             if columns is not None and sequence.request.params.logprobs is not None:
                 _report(sequence, [column[:kept] for column in columns])
             self._book(sequence, drafted, accepted, kept, own)
