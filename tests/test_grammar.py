@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import logging
+import random
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import distribution as distribution_of
 from typing import Any
@@ -23,7 +24,7 @@ from outrider import LLM, Grammar, SamplingParams
 from outrider.engine import engine as engine_module
 from outrider.engine.constraint import Constraint, GrammarError
 from outrider.engine.engine import Engine
-from outrider.engine.grammar_compiler import CompiledGrammar, packed
+from outrider.engine.grammar_compiler import CompiledGrammar, GrammarCompiler, packed
 from outrider.sampling.choose import barred, choose, distribution
 from outrider.sampling.rules import Prefix, RuleTable
 from tests.scripted import ALL, ScriptedDrafter, bushy, chi_square_p, engine_with, generate_staggered, generate_together
@@ -269,6 +270,71 @@ def test_a_stream_is_the_text_and_an_aborted_one_leaves_nothing() -> None:
     stream.close()  # type: ignore[attr-defined]
     assert not engine().engine.busy
     check(engine(), [(PROMPTS[0], params)])
+
+
+@functools.cache
+def merging_tokenizer() -> Any:
+    """A byte-level BPE whose tokens are often several characters: one text then has many spellings."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<s>", "</s>"], initial_alphabet=letters)
+    texts = [json.dumps({"name": name, "ok": True, "n": 12, "a": "abcabc"}) for name in ("Ann", "naïve", "bananas")]
+    backend.train_from_iterator([*texts, "true false name banana abc ab cab", json.dumps(texts)] * 9, trainer)
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def bits_of(mask: torch.Tensor, size: int) -> set[int]:
+    return {place for place in range(size) if int(mask[place // 32]) >> (place % 32) & 1}
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_after_guesses_are_those_of_a_replay_where_texts_have_many_spellings(grammar: str, seed: int) -> None:
+    """J06: random trees of guesses, allowed or not, before each committed token; every mask that can be reached."""
+    tokenizer = merging_tokenizer()
+    size = len(tokenizer) + 5
+    eos = tokenizer.eos_token_id
+    view = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size)
+
+    def replay(tokens: list[int]) -> set[int]:
+        matcher = llguidance.LLMatcher(view, serialised(GRAMMARS[grammar]), log_level=0)
+        assert not tokens or matcher.consume_tokens(tokens)
+        bias = matcher.compute_logit_bias()
+        return {place for place in range(size) if bias[place]}
+
+    luck = random.Random(seed)
+    compiled = GrammarCompiler(tokenizer, size).compile(GRAMMARS[grammar])
+    constraint = Constraint(compiled, frozenset({eos}), frozenset({eos}), 0)
+    for _ in range(25):
+        root = bits_of(constraint.root(), size)
+        assert root == replay(constraint.tokens)
+        paths: list[list[int]] = [[]]
+        guesses, parents, options = [], [], [sorted(root)]
+        while len(guesses) < 9:
+            parent = luck.randrange(len(paths))
+            good = options[parent] and luck.random() < 0.8
+            token = luck.choice(options[parent]) if good else luck.randrange(size)
+            path = [*paths[parent], token]
+            reached = token in options[parent] and token != eos
+            guesses.append(token)
+            parents.append(parent - 1)
+            paths.append(path)
+            options.append(sorted(replay([*constraint.tokens, *path])) if reached else [])
+        masks = constraint.masks(guesses, parents)
+        for place, allowed in enumerate(options):
+            if allowed:
+                assert bits_of(masks[place], size) == set(allowed)
+        said = luck.choice(sorted(root))
+        if said == eos:
+            break
+        constraint.advance(said)
+    assert bits_of(constraint.root(), size) == replay(constraint.tokens)
 
 
 # --- the end
