@@ -45,9 +45,11 @@ def chain(kind: str, length: int) -> dict[str, Any]:
     return {"$defs": {**made, f"a{length}": {"type": "integer"}}, "$ref": "#/$defs/a0"}
 
 
-def rules(length: int, letter: str) -> str:
-    links = "".join(f"{letter}{place}: {letter}{place + 1} {letter}{place + 1}\n" for place in range(length))
-    return f'start: {letter}0\n{links}{letter}{length}: "a"'
+def rules(length: int, letter: str, *, twice: bool = True) -> str:
+    links = [f"{letter}{place}: {letter}{place + 1} " for place in range(length)]
+    more = [f"{letter}{place + 1}" if twice else '"x"' for place in range(length)]
+    lines = [one + other for one, other in zip(links, more, strict=True)]
+    return "\n".join([f"start: {letter}0", *lines, f'{letter}{length}: "a"'])
 
 
 # --- values
@@ -74,15 +76,17 @@ def test_grammars_are_values() -> None:
         (lambda: Grammar.json_schema(nested(100_000)), "shorten"),
         (lambda: Grammar.json_schema(functools.reduce(lambda one, _: {"items": one}, range(100_000), {})), "flatter"),  # type: ignore[arg-type]
         (lambda: Grammar.json_schema({"enum": ["x" * MAX_GRAMMAR_BYTES]}), str(MAX_GRAMMAR_BYTES)),
-        (lambda: Grammar.json_schema({"pattern": "a?" * 10_000}), "patterns"),
+        (lambda: Grammar.json_schema({"pattern": "a?" * 10_000}), "4096 repetitions"),
         (lambda: Grammar.json_schema({"items": {"patternProperties": {"a?" * 10_000: {}}}}), "patterns"),
         (lambda: Grammar.regex(""), "empty"),
         (lambda: Grammar.regex(5), "string"),  # type: ignore[arg-type]
         (lambda: Grammar.regex("\ud800"), "half a character"),
-        (lambda: Grammar.regex("a?" * 50_000), "16384"),
+        (lambda: Grammar.regex("a?" * 50_000), "4096 repetitions"),
+        (lambda: Grammar.regex("a{0,1}" * 5000), "4096 repetitions"),
+        (lambda: Grammar.lark('start: %json {"pattern": "' + r"a\u003F" * 5000 + '"}'), "4096 repetitions"),
         (lambda: Grammar.regex("(" * 1000 + "a" + ")" * 1000), "flatter"),
         (lambda: Grammar.lark("start: " + "(" * 1000 + '"a"' + ")" * 1000), "flatter"),
-        (lambda: Grammar.lark(rules(8000, "r")), "32768"),
+        (lambda: Grammar.lark(rules(8000, "r")), "1024 lines"),
         (lambda: Grammar.choice([]), "list of strings"),
         (lambda: Grammar.choice(["a", ""]), "not empty"),
         (lambda: Grammar.choice([1]), "strings"),  # type: ignore[list-item]
@@ -158,12 +162,16 @@ HOSTILE: dict[str, str] = {
     "a long repeat": "Grammar.regex('a{100000000}')",
     "optional repeats": "Grammar.regex('(a?){5000}a{5000}')",
     "alternatives of each other": "Grammar.regex('(a|a)*(a+)+(a|b)*a(a|b){2000}c')",
-    "many optionals": "Grammar.regex('a?' * 8000)",
-    "stars": "Grammar.regex('a' + '*' * 16000)",
-    "rules": 'Grammar.lark(rules(1500, "r"))',
-    "terminals": 'Grammar.lark(rules(1500, "R"))',
+    "many optionals": "Grammar.regex('a?' * 4096)",
+    "stars": "Grammar.regex('a' + '*' * 4000)",
+    "rules": 'Grammar.lark(rules(1000, "r"))',
+    "terminals": 'Grammar.lark(rules(600, "R"))',
     "ambiguity": "Grammar.lark('start: start start | \"a\" | ')",
-    "optional rules": "Grammar.lark('start: \"a\" ' + ' '.join(['(\"b\"?)*'] * 4000))",
+    "optional rules": "Grammar.lark('start: \"a\" ' + ' '.join(['(\"b\"?)*'] * 2000))",
+    "wide repeats": "Grammar.regex('.{0,1}' * 4096)",
+    "a wide choice": "Grammar.choice([f'option {i}' for i in range(12000)])",
+    "alternatives": "Grammar.lark('start: ' + ' | '.join(f'\"{i}\"' for i in range(20000)))",
+    "a chain of terminals": 'Grammar.lark(rules(1000, "R", twice=False))',
 }
 ALONE = """
 import resource, sys, time
@@ -207,6 +215,35 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(grammar_compiler.Words, "matcher", lambda *_: time.sleep(1))
     with pytest.raises(InvalidRequestError, match=r"within 0.05 seconds"):
         GrammarCompiler(byte_tokenizer(), 320).compile(Grammar.regex("a"))
+
+
+def test_many_options_are_a_grammar() -> None:
+    options = [f"option {number}" for number in range(5000)]
+    params = SamplingParams(temperature=1, seed=1, grammar=Grammar.choice(options), max_tokens=20)
+    assert engine().generate([PROMPT], params)[0].text in options
+
+
+def test_slow_grammars_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were given up still run: they do not pile up, and others get a clear error meanwhile."""
+    monkeypatch.setattr(grammar_compiler, "MOST_SECONDS", 0.05)
+    real, hold = grammar_compiler.Words.matcher, threading.Event()
+    running: list[int] = []
+
+    def slow(self: Any, grammar: Grammar) -> Any:
+        if grammar.kind == "lark":
+            running.append(1)
+            hold.wait(20)
+        return real(self, grammar)
+
+    monkeypatch.setattr(grammar_compiler.Words, "matcher", slow)
+    compiler = GrammarCompiler(byte_tokenizer(), 320)
+    for number in range(5):
+        with pytest.raises(InvalidRequestError, match="within"):
+            compiler.compile(Grammar.lark(f'start: "{number}"'))
+    assert 1 <= len(running) <= grammar_compiler.MOST_AT_ONCE
+    hold.set()
+    monkeypatch.setattr(grammar_compiler, "MOST_SECONDS", 20.0)
+    compiler.compile(Grammar.regex("a"))
 
 
 def test_ten_thousand_grammars_leave_few_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ MOST_STATES = 30_000
 MOST_SYMBOLS = 100_000
 STACK_BYTES = 256 << 20  # of address space; only what is used is taken
 MOST_SECONDS = 10.0
+MOST_AT_ONCE = 2  # compiling; the library cannot be stopped, only no longer waited for
 END = "<|outrider-end|>"  # stands for the text's end inside the library; no id of the model's
 PROBED = 2  # first tokens that are tried
 
@@ -83,7 +84,8 @@ class Words:
         elif grammar.kind == "regex":
             text = make.grammar_from_regex(text)
         elif grammar.kind == "choice":
-            text = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+            # A terminal: as a rule each option would be a parse of its own, and there may be 2000 at most.
+            text = "start: ONE\nONE: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
         return make(self._table, text, log_level=0, limits=self._limits)
 
     def _bits(self, ids: frozenset[int]) -> torch.Tensor:
@@ -185,19 +187,31 @@ class GrammarCompiler:
 
 
 _starting = threading.Lock()  # the stack's size is a setting of the whole process
+_compiling = threading.BoundedSemaphore(MOST_AT_ONCE)
 
 
 def _on_large_stack(work: Callable[[], Any]) -> Any:
     """Do some work that may call itself very deeply, but not for long."""
     made: list[Any] = []
-    thread = threading.Thread(target=lambda: made.append(work()), daemon=True)
-    with _starting:
-        usual = threading.stack_size(STACK_BYTES)
+
+    def run() -> None:
         try:
-            thread.start()
+            made.append(work())
         finally:
-            threading.stack_size(usual)
-    thread.join(MOST_SECONDS)
+            _compiling.release()  # not when it is given up: it goes on until it is done
+
+    thread = threading.Thread(target=run, daemon=True)
+    if _compiling.acquire(timeout=MOST_SECONDS):
+        with _starting:
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                thread.start()
+            except BaseException:
+                _compiling.release()
+                raise
+            finally:
+                threading.stack_size(usual)
+        thread.join(MOST_SECONDS)
     if not made:
         raise InvalidRequestError(f"the grammar does not compile within {MOST_SECONDS:g} seconds; make it simpler")
     return made[0]
