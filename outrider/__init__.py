@@ -13,6 +13,7 @@ from outrider.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from outrider.sampling.grammar import Grammar
 from outrider.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "LLM",
     "CapacityError",
     "ConfigError",
+    "Grammar",
     "InvalidRequestError",
     "ModelLoadError",
     "OutriderError",

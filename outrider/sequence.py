@@ -33,6 +33,7 @@ class Request:
         end_ids: Ids that end the text: end-of-sequence (unless ignored) and the request's own.
         own_stop_ids: Those of them that the request named.
         bad_words: Token sequences not to be completed.
+        grammar: What its text must follow, compiled.
         drafter: A drafter for this request alone.
         scope: Whose it is, such as an API key's name: drafters share texts within a scope alone.
     """
@@ -44,6 +45,7 @@ class Request:
     end_ids: frozenset[int] = frozenset()
     own_stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Any = None
     drafter: Any = None
     scope: str = ""
     arrival: float = field(default_factory=time.perf_counter)
@@ -88,13 +90,15 @@ class Sequence:
         cached: Tokens that the target's cache holds.
         limit: Length at which it must end.
         ahead: Tokens that a round under way will add at most; 0 where none is.
+        constraint: Where it stands in its grammar; None without one.
     """
 
-    def __init__(self, request: Request, index: int, limit: int, detokenizer: Any) -> None:
+    def __init__(self, request: Request, index: int, limit: int, detokenizer: Any, constraint: Any = None) -> None:
         self.request = request
         self.index = index
         self.limit = limit
         self.detokenizer = detokenizer
+        self.constraint = constraint
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.slot: int | None = None
         self.blocks: list[int] = []
@@ -158,8 +162,17 @@ class Sequence:
             self.finish("stop", token if token in self.request.own_stop_ids else None, now)
         elif stop is not None:
             self.finish("stop", stop, now)
+        elif self._completes_grammar(token):
+            self.finish("stop", None, now)
         elif len(self.tokens) >= self.limit:
             self.finish("length", None, now)
+
+    def _completes_grammar(self, token: int) -> bool:
+        """Go on in the grammar, if there is one; say whether the text is over."""
+        if self.constraint is None:
+            return False
+        self.constraint.advance(token)
+        return bool(self.constraint.over)
 
     def finish(self, reason: str, stop_reason: str | int | None = None, now: float | None = None) -> None:
         """End the sequence."""

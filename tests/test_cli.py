@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from outrider import LLM, CapacityError, ConfigError, InvalidRequestError, SamplingParams, __version__
+from outrider import LLM, CapacityError, ConfigError, Grammar, InvalidRequestError, SamplingParams, __version__
 from outrider.cli import app, chat, compare, console, show
+from outrider.cli.grammar import GrammarOptions
 from outrider.cli.options import ModelOptions, SamplingOptions, byte_count, token_biases
 from outrider.cli.spellings import plain_spelling
 from outrider.engine.detokenizer import Detokenizer
@@ -144,6 +146,17 @@ def test_sampling_options_become_params() -> None:
     )  # fmt: skip
     with pytest.raises(InvalidRequestError, match="ID=VALUE"):
         token_biases(["3"])
+
+
+def test_a_schema_or_a_pattern_becomes_a_grammar(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    wanted = Grammar.json_schema({"type": "integer"})
+    assert GrammarOptions(json_schema=str(file)).grammar() == wanted
+    assert GrammarOptions(json_schema='{"type": "integer"}').grammar() == wanted
+    assert GrammarOptions(regex="-c").grammar() == Grammar.regex("-c")
+    assert GrammarOptions().grammar() is None
+    assert plain_spelling(["--regex", "-c", "-c", "5"]) == ["--regex", "-c", "--max-model-len", "5"]
 
 
 @pytest.mark.parametrize(
@@ -349,6 +362,12 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not show.wants_colour()
 
 
+def test_a_text_by_a_pattern(target: str) -> None:
+    found = record("generate", "x", "-m", target, "-c", "256", "--regex", "(yes|no)+!", "-n", "40")
+    assert re.fullmatch(r"(yes|no)+!?(y|ye|n)?", found["text"])
+    assert found["settings"]["sampling"]["grammar"] == {"kind": "regex", "text": "(yes|no)+!"}
+
+
 # --- what goes wrong
 
 
@@ -365,6 +384,9 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
             ("x", "--method", "magic"),
             "error: method must be one of 'none', 'ngram', 'suffix', 'draft_model', 'early_exit',",
         ),
+        (("x", "--json-schema", "/nowhere/schema.json"), "error: --json-schema '/nowhere/schema.json' cannot be read"),
+        (("x", "--json-schema", "{"), "error: the JSON schema is not JSON"),
+        (("x", "--json-schema", "{}", "--regex", "a"), "error: --json-schema and --regex both say"),
         (("x", "--kv-cache-bytes", "some"), "error: --kv-cache-bytes must be a size"),
         (("x", "--logit-bias", "a=b"), "error: --logit-bias must be ID=VALUE"),
         (("x", "-m", "/nowhere/model"), "error: "),

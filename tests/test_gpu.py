@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, Grammar, SamplingParams
 from tests.eagle_checkpoints import write
 from tests.scripted import ScriptedDrafter, engine_with
 from tests.test_heads_by_name import medusa_folder
@@ -43,6 +44,27 @@ def test_speculation_on_a_card_changes_no_token(settings: dict, exact: bool, met
     with LLM(target, draft, tokenizer=byte_tokenizer(), method=method, exact=exact, max_num_seqs=4) as llm:
         assert texts(llm, 5, settings) == texts(llm, "off", settings)
         assert llm.engine.figures.drafted > 0
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_rows_with_a_grammar_share_a_batch_with_others_on_a_card(exact: bool, method: str) -> None:
+    """Their rounds are read first and run eagerly; no token changes, and each text is what its grammar says."""
+    pytest.importorskip("llguidance")
+    target = tiny_target().cuda()
+    draft = tiny_draft(tiny_target(), "noisy").cuda() if method == "draft_model" else None
+    grammar = Grammar.regex("[a-m ]{2,9}(:[0-9a-f]{2,6}){1,3}!")
+    with LLM(target, draft, tokenizer=byte_tokenizer(), method=method, exact=exact, max_num_seqs=4) as llm:
+        for settings in SETTINGS:
+            free = SamplingParams(max_tokens=60, ignore_eos=True, **settings)
+            rows = [free.but(grammar=grammar), free, free.but(grammar=grammar), free]
+            made = [
+                [one.outputs[0] for one in llm.generate(PROMPTS, [row.but(speculation=how) for row in rows])]
+                for how in ("off", 5)
+            ]
+            plain, guessed = ([(one.token_ids, one.finish_reason) for one in part] for part in made)
+            assert guessed == plain
+            assert all(re.fullmatch("[a-m ]{2,9}(:[0-9a-f]{2,6}){1,3}!", made[1][row].text) for row in (0, 2))
 
 
 def test_a_card_generates_what_transformers_would() -> None:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from outrider.draft.ngram import NGramDrafter
 from outrider.llm import LLM
 from outrider.proposal import Proposal
+from outrider.sampling.grammar import Grammar
 from outrider.sampling.params import SamplingParams
 from tests.eagle_checkpoints import write
 from tests.scripted import (
@@ -76,7 +77,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "frequency_penalty": -0.4, "repetition_penalty": 1.2, "logit_bias": {101: 5, EOS_ID: 9}, "min_tokens": 5,
         "bad_words": ["e", "th"], "stop_token_ids": [32], "logprobs": 2,
     },
+    # What these texts are is held against an oracle of its own in test_grammar.py.
+    "grammar": {"temperature": 0, "grammar": Grammar.regex("[a-m ]{1,5}(:[0-9a-f]{2,6}){0,2}")},
+    "json": {"temperature": 0, "grammar": Grammar.json_schema(
+        {"type": "object", "properties": {"a": {"type": "integer"}, "bc": {"enum": ["x", "yes"]}},
+         "required": ["a", "bc"], "additionalProperties": False})},
+    "grammar, drawn": {"temperature": 1.3, "seed": 8, "min_tokens": 6, "grammar": Grammar.regex("(ab|abc|b){2,5}d*")},
+    "grammar and more": {
+        "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 9, "frequency_penalty": 0.4, "presence_penalty": 0.5,
+        "repetition_penalty": 1.2, "logit_bias": {101: 5, EOS_ID: 4}, "min_tokens": 3, "bad_words": ["e", "th"],
+        "stop": "qz", "logprobs": 2, "ignore_eos": True, "grammar": Grammar.regex("[a-z0-9]+-[a-z]{0,4}"),
+    },
 }  # fmt: skip
+GRAMMARS = tuple(one["grammar"] for one in SETTINGS.values() if "grammar" in one)
 GREEDY_SETTINGS = tuple(name for name, one in SETTINGS.items() if one["temperature"] == 0)
 BY_NAME: dict[str, dict[str, Any]] = {  # drafters as users name them; those with a draft model take a noisy one
     "suffix": {"method": "suffix"},
@@ -281,7 +294,17 @@ def test_every_drafter_meets_every_setting_in_one_mixed_batch(drafter: str) -> N
     check_equal_to_base(engine(drafter), jobs)
 
 
-HOMOGENEOUS = ("greedy", "warm", "hot nucleus", "top_k", "repetition", "min_tokens and end", "all together")
+HOMOGENEOUS = (
+    "greedy",
+    "warm",
+    "hot nucleus",
+    "top_k",
+    "repetition",
+    "min_tokens and end",
+    "all together",
+    "json",
+    "grammar, drawn",
+)
 
 
 @pytest.mark.parametrize(("place", "row"), scenarios([DRAFTERS[1:], BATCHES, LENGTHS, HOMOGENEOUS], 1))
@@ -327,6 +350,7 @@ def test_any_mix_of_requests_gives_the_targets_own_texts(data: st.DataObject) ->
             seed=data.draw(st.integers(-(2**63), 2**64 - 1)),
             n=data.draw(st.sampled_from([1, 1, 2])),
             max_tokens=data.draw(st.integers(1, 24)),
+            grammar=data.draw(st.sampled_from([None, None, None, *GRAMMARS])),
             speculation="auto" if drafter == "none" else data.draw(st.sampled_from([0, *LENGTHS, "off"])),
         )
         jobs.append((tuple(prompt), params))

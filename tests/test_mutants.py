@@ -19,6 +19,8 @@ from outrider.draft.draft_model import DraftModelDrafter
 from outrider.draft.ngram import NGramDrafter
 from outrider.engine import engine as engine_module
 from outrider.engine import round as round_module
+from outrider.engine.constraint import Constraint
+from outrider.engine.grammar_compiler import CompiledGrammar
 from outrider.engine.scheduler import Scheduler
 from outrider.model import attention as attention_module
 from outrider.model.attention import Step
@@ -30,7 +32,7 @@ from outrider.sampling.params import SamplingParams
 from outrider.sampling.rules import Prefix, Rules
 from outrider.verify import coupled as coupled_module
 from outrider.verify import rejection as rejection_module
-from tests import test_lossless, test_rollback, test_sampling, test_verify
+from tests import test_grammar, test_lossless, test_rollback, test_sampling, test_verify
 from tests.scripted import ALL, ScriptedDrafter, engine_with, greedy_params
 from tests.tiny import greedy, tiny_family
 
@@ -69,6 +71,10 @@ def biased_equals_base() -> None:
 
 def min_tokens_equals_base() -> None:
     texts_equal_base(("min_tokens and end",), pattern=(ALL,))
+
+
+def constrained_equals_base() -> None:
+    texts_equal_base(("grammar", "json", "grammar, drawn", "grammar and more"), pattern=(ALL, 1, 2))
 
 
 def stop_inside_a_run_equals_base() -> None:
@@ -466,6 +472,59 @@ def penalty_state_survives_a_rejection(patch: Patch) -> None:
     patch.setattr(choose_module, "_counts", wrong)
 
 
+def _masks_with(patch: Patch, change: Callable[[torch.Tensor], None]) -> None:
+    right = Constraint.masks
+
+    def wrong(self: Any, guesses: Any, parents: Any) -> torch.Tensor:
+        made = right(self, guesses, parents)
+        change(made)
+        return made
+
+    patch.setattr(Constraint, "masks", wrong)
+
+
+def grammars_mask_the_first_place_only(patch: Patch) -> None:
+    _masks_with(patch, lambda made: made[1:].fill_(-1))
+
+
+def grammars_stand_still_along_the_draft(patch: Patch) -> None:
+    _masks_with(patch, lambda made: made.copy_(made[:1].expand_as(made).clone()))
+
+
+def grammars_are_one_place_late(patch: Patch) -> None:
+    _masks_with(patch, lambda made: made[1:].copy_(made[:-1].clone()))
+
+
+class _NoWayBack:
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def rollback(self, count: int) -> bool:
+        return True
+
+
+def grammars_move_by_guesses(patch: Patch) -> None:
+    right = CompiledGrammar.matcher
+    patch.setattr(CompiledGrammar, "matcher", lambda self: _NoWayBack(right(self)))
+
+
+def grammars_end_before_min_tokens(patch: Patch) -> None:
+    right = choose_module.shaped
+
+    def wrong(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tensor:
+        return right(logits, replace(rules, min_tokens=rules.min_tokens * 0), prefix)
+
+    patch.setattr(choose_module, "shaped", wrong)
+    patch.setattr(Constraint, "_can_close", lambda self, count: bool(self._closing))
+
+
+def the_grammars_end_holds_no_tokens_back() -> None:
+    test_grammar.test_min_tokens_hold_the_end_back_only_while_the_grammar_can_go_on()
+
+
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (raw_draft_probabilities, q_is_what_was_drawn_from),
     (residual_is_the_target_itself, rejection_is_exact),
@@ -500,6 +559,11 @@ MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (window_is_ignored, functools.partial(family_equals_transformers, "mistral")),
     (soft_cap_is_ignored, functools.partial(family_equals_transformers, "gemma2")),
     (preempted_rows_count_as_cached, preempted_equals_base),
+    (grammars_mask_the_first_place_only, constrained_equals_base),
+    (grammars_stand_still_along_the_draft, constrained_equals_base),
+    (grammars_are_one_place_late, constrained_equals_base),
+    (grammars_move_by_guesses, constrained_equals_base),
+    (grammars_end_before_min_tokens, the_grammars_end_holds_no_tokens_back),
 ]
 
 

@@ -14,6 +14,7 @@ PUBLIC_NAMES = [
     "LLM",
     "CapacityError",
     "ConfigError",
+    "Grammar",
     "InvalidRequestError",
     "ModelLoadError",
     "OutriderError",

@@ -55,6 +55,8 @@ GENERATE_EXAMPLES = """**Examples**
 
     outrider generate --raw "def quicksort(items):" --stop "def " --show-tokens
 
+    outrider generate "Which colour has the sky?" --regex "(red|green|blue)"
+
     outrider generate -m Qwen/Qwen2.5-7B-Instruct -md Qwen/Qwen2.5-0.5B-Instruct --compare --repeat 3 "Hello"
 
 llama.cpp's spellings work too: -md, --model-draft, --draft, --draft-max, -n, --predict, -c, --ctx-size, --temp, -s,

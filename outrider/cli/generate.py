@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from outrider import __version__
 from outrider.cli.console import FAILED, reported, say, working
+from outrider.cli.grammar import GrammarOptions
 from outrider.cli.options import STOPPING, ModelOptions, SamplingOptions
 from outrider.cli.prompts import Prompt, read_prompts
 from outrider.cli.show import (
@@ -102,7 +103,13 @@ class OutputOptions:
     traceback: Annotated[bool, Option("--traceback", help="Show where an error arose.", rich_help_panel=OUTPUT)] = False
 
 
-def generate(prompt: PromptOptions, model: ModelOptions, sampling: SamplingOptions, output: OutputOptions) -> None:
+def generate(
+    prompt: PromptOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    form: GrammarOptions,
+    output: OutputOptions,
+) -> None:
     """Check everything that needs no model, load, then stream, run a batch, or compare."""
     with reported(show_traceback=output.traceback):
         params = sampling.params(
@@ -110,6 +117,7 @@ def generate(prompt: PromptOptions, model: ModelOptions, sampling: SamplingOptio
             n=output.num_samples,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
+            grammar=form.grammar(),
         )
         if (output.logprobs, output.prompt_logprobs) != (None, None) and not output.as_json:
             raise InvalidRequestError("--logprobs and --prompt-logprobs are shown with --json only; add it")

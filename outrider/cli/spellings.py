@@ -32,7 +32,17 @@ SPELLINGS = {
     "--system-prompt": "--system",
     "-t": "--threads",
 }
-TAKE_TEXT = ("-p", "--prompt", "-sys", "--system", "--system-prompt", "--stop", "--bad-word")
+TAKE_TEXT = (
+    "-p",
+    "--prompt",
+    "-sys",
+    "--system",
+    "--system-prompt",
+    "--stop",
+    "--bad-word",
+    "--regex",
+    "--json-schema",
+)
 
 
 def plain_spelling(arguments: list[str]) -> list[str]:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.config import MAX_DRAFT_TOKENS, EngineConfig, SpeculationConfig, Verification
+from outrider.engine.constraint import ended_by_grammar, masked, why_stuck, with_forced
 from outrider.engine.flight import Flight, Readback
 from outrider.engine.graphs import RoundGraphs
 from outrider.engine.prefill import PromptFeeder
-from outrider.engine.round import RoundPlan, propose, verify
+from outrider.engine.round import STUCK, RoundPlan, propose, verify
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.speculator import Speculator
 from outrider.engine.state import DeviceState
@@ -165,6 +166,9 @@ class Engine:
         if self._flights and self._must_read_first(ready):
             self._read(0)
             ready = self._ready()
+        for one in ready:
+            if ended_by_grammar(one):
+                self.scheduler.retire(one)
         # Oldest first: what one row needs may send away younger ones, which then no longer run.
         ready = [one for one in ready if one.slot is not None and self.scheduler.secure(one)]
         if ready:
@@ -178,9 +182,11 @@ class Engine:
         """Whether the next round must wait for the host to read the last one.
 
         It must where that one may have ended a text (another round would be wasted on it), where somebody would have
-        to be sent away for want of room, or where a drafter needs to see the tokens on the host.
+        to be sent away for want of room, or where a drafter or a grammar needs to see the tokens on the host.
         """
         if any(one.ahead and one.reach >= one.limit for one in ready) or not self.speculator.device_side(ready):
+            return True
+        if _constrained(ready):
             return True
         return not all(self.scheduler.grow(one, one.reach) for one in ready)
 
@@ -204,7 +210,7 @@ class Engine:
     def _replay(self, ready: list[Sequence], wanted: list[int]) -> Flight | None:
         """Start a captured round; None where there is none for this."""
         drafter = self.speculator.lone_drafter(ready, wanted)
-        if self.graphs is None or (drafter is not self.drafter and any(wanted)):
+        if self.graphs is None or (drafter is not self.drafter and any(wanted)) or _constrained(ready):
             return None
         result = self.graphs.replay(ready, wanted, _reported(ready))
         if result is None:
@@ -218,16 +224,21 @@ class Engine:
         began = time.perf_counter()
         plan = self._plan(ready, wanted)
         proposal, served = propose(plan, self.runner.vocab_size, self.speculator.failed)
+        own, constrained = None, _constrained(ready)
+        if constrained and proposal.parents is None and plan.num_tokens:
+            proposal, own = with_forced(proposal, ready, wanted)
         if not plan.fixed_width and self.runner.device.type == "cpu":
             proposal = proposal.narrowed(int(proposal.lengths.max()))
+        if constrained:
+            plan = masked(plan, proposal, ready)
         middle = time.perf_counter()
         result = None
-        if self.graphs is not None and served and plan.num_tokens:
+        if self.graphs is not None and not constrained and served and plan.num_tokens:
             result = self.graphs.replay(ready, wanted, plan.num_logprobs, proposal)
         readback = Readback(verify(plan, proposal, self.runner, self.state) if result is None else result)
         self.figures.propose_seconds += middle - began
         self.figures.verify_seconds += time.perf_counter() - middle
-        return Flight(ready, wanted, [(share.drafter, share.members) for share in served], readback)
+        return Flight(ready, wanted, [(share.drafter, share.members) for share in served], readback, own)
 
     def _plan(self, ready: list[Sequence], wanted: list[int]) -> RoundPlan:
         exact = self.config.exact
@@ -251,37 +262,49 @@ class Engine:
         for drafter, members in flight.served:
             alive = [member for member in members if not flight.sequences[member].finished]
             accepted = [packed[member][-3] for member in alive]
+            if flight.own is not None:
+                accepted = [min(count, flight.own[member]) for count, member in zip(accepted, alive, strict=True)]
             parts = None if credited is None else [credited[member] for member in alive]
             self.speculator.tell(drafter, [flight.sequences[member] for member in alive], accepted, parts)
         for row, sequence in enumerate(flight.sequences):
             sequence.ahead -= flight.wanted[row] + 1
             if not sequence.finished:  # neither aborted nor ended in the round before this one
                 columns = None if report is None else [column[row] for column in report]
-                self._take_in(sequence, packed[row], columns, now)
+                own = None if flight.own is None else flight.own[row]
+                self._take_in(sequence, packed[row], columns, now, own)
 
-    def _take_in(self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float) -> None:
+    def _take_in(
+        self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float, own: int | None
+    ) -> None:
         """Give a sequence what a round made for it; its fault is its own."""
         *tokens, accepted, drafted, broken = packed
         try:
-            if broken:
+            if 0 < broken < STUCK:
                 raise FloatingPointError("the target's logits are not numbers (NaN)")
-            kept = self._append(sequence, tokens, accepted, drafted, now)
+            most = broken - STUCK if broken else None
+            kept = self._append(sequence, tokens[:most], accepted, drafted, now)
+            if broken and not sequence.finished:
+                sequence.fail(why_stuck(sequence))
             if columns is not None and sequence.request.params.logprobs is not None:
                 _report(sequence, [column[:kept] for column in columns])
-            self._book(sequence, drafted, accepted, kept)
+            self._book(sequence, drafted, accepted, kept, own)
         except Exception as error:
             logger.exception("request %s failed and is ended; others go on", sequence.request.id)
             sequence.fail(f"{type(error).__name__}: {error}")
         if sequence.finished:
             self.scheduler.retire(sequence)
 
-    def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int) -> None:
-        """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted."""
+    def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int, own: int | None) -> None:
+        """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted.
+
+        Of how its drafter fares, only its `own` guesses tell.
+        """
         if kept <= accepted:
             drafted = accepted = kept
         sequence.ledger.record(drafted, accepted)
         sequence.cached = len(sequence) - 1
-        self.speculator.learn(sequence, drafted, accepted)
+        most = drafted if own is None else own
+        self.speculator.learn(sequence, min(drafted, most), min(accepted, most))
         self.figures.drafted += drafted
         self.figures.accepted += accepted
         self.figures.tokens += kept
@@ -290,11 +313,16 @@ class Engine:
         """Append a round's tokens until the sequence ends; give how many it took."""
         sequence.lossy |= self.speculation.verification is Verification.TYPICAL and drafted > 0
         last = "plain" if drafted == 0 else "bonus" if accepted == drafted else "recovered"
-        for place, token in enumerate(tokens[: accepted + 1]):
+        tokens = tokens[: accepted + 1]
+        for place, token in enumerate(tokens):
             sequence.append(token, "accepted" if place < accepted else last, now)
             if sequence.finished:
                 return place + 1
-        return accepted + 1
+        return len(tokens)
+
+
+def _constrained(sequences: list[Sequence]) -> bool:
+    return any(one.constraint is not None for one in sequences)
 
 
 def _reported(sequences: list[Sequence]) -> int | None:

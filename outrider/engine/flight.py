@@ -56,9 +56,11 @@ class Flight:
         wanted: Guesses that each was allowed.
         served: Drafters that guessed, and for which rows.
         readback: Its results.
+        own: How many of each row's first guesses are its drafter's own; None: all.
     """
 
     sequences: list[Sequence]
     wanted: list[int]
     served: list[tuple[Drafter, tuple[int, ...]]]
     readback: Readback
+    own: list[int] | None = None

@@ -7,7 +7,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft.prediction import PredictionDrafter
+from outrider.engine.constraint import Constraint
 from outrider.engine.detokenizer import Detokenizer
+from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.errors import InvalidRequestError
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import Request, Sequence
@@ -55,6 +57,7 @@ class Intake:
         self._seeds = random.Random(seed) if seed is not None else random.SystemRandom()
         self._drafter_for = drafter_for
         self._numbers = itertools.count()
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
 
     def request(
         self,
@@ -64,12 +67,13 @@ class Intake:
         scope: str = "",
         drafter: Drafter | None = None,
     ) -> Request:
-        """Check one prompt with its parameters; `scope` says whose it is.
+        """Check one prompt with its parameters; `scope` says whose it is. Any thread may ask.
 
         `drafter` drafts for it in place of the engine's own, unless the parameters name another.
 
         Raises:
-            InvalidRequestError: The prompt is empty, too long or holds unknown ids, or a parameter does not fit.
+            InvalidRequestError: The prompt is empty, too long or holds unknown ids, or a parameter does not fit, or the
+                grammar does not compile.
         """
         params = _checked(params)
         text, ids = self._tokenized(prompt)
@@ -86,6 +90,7 @@ class Intake:
             end_ids=own if params.ignore_eos else own | frozenset(self._eos_token_ids),
             own_stop_ids=own,
             bad_words=self._bad_words(params.bad_words),
+            grammar=None if params.grammar is None else self._grammars.compile(params.grammar),
             drafter=self._drafter(params, len(ids)) or (None if params.draft_length == 0 else drafter),
             scope=scope,
         )
@@ -117,11 +122,17 @@ class Intake:
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
             )
-            sequence = Sequence(request, index, limit, detokenizer)
+            sequence = Sequence(request, index, limit, detokenizer, self._constraint(request))
             if params.max_tokens == 0:
                 sequence.finish("length")
             made.append(sequence)
         return made
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        if request.grammar is None:
+            return None
+        ends = frozenset(self._eos_token_ids)
+        return Constraint(request.grammar, ends, ends & request.end_ids, request.params.min_tokens)
 
     def _tokenized(self, prompt: Any) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):

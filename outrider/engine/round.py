@@ -7,7 +7,7 @@ captured once and replayed (`engine/graphs.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from outrider.kernels.choose import take
 from outrider.kernels.launch import uses_kernels
 from outrider.kernels.tail import accept_and_commit, pack_and_commit
 from outrider.proposal import Acceptance, Proposal, Tree
-from outrider.sampling.choose import TokenLogprobs, choose, distribution, logprobs
+from outrider.sampling.choose import TokenLogprobs, barred, choose, distribution, logprobs
 from outrider.sampling.random import round_seeds
 from outrider.sampling.rules import Prefix, Rules
 from outrider.verify.coupled import verify_coupled
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from outrider.engine.state import DeviceState, Rows
     from outrider.model.runner import Runner
 
-__all__ = ["Drafting", "RoundPlan", "RoundResult", "propose", "verify"]
+__all__ = ["STUCK", "Drafting", "RoundPlan", "RoundResult", "propose", "verify"]
+
+STUCK = 2  # as `broken` of a packed row, plus the place at which the rules left nothing to choose
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class RoundResult:
 
     Attributes:
         packed: For each row what `kernels.tail` packs: its K+1 tokens, how many guesses were accepted, how many were
-            made, and whether its logits were broken (NaN), ``[B, K+4]``.
+            made, and whether its logits were broken (1: NaN; `STUCK` and more: nothing left), ``[B, K+4]``.
         logprobs: The target's log-probabilities, where anybody asked.
         credited: Of mixtures: which part made each guess that counted, and whether it was accepted, ``[B, 2, K]``: the
             part's number (-1: no guess), and 0 or 1.
@@ -127,7 +129,8 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
     logits = runner.forward(fed, positions, rows.tables, context, rows.start, ancestors)
     after = rows.index, state.tokens, state.lengths, state.limits
     coupled, path = plan.verification is Verification.COUPLED or proposal.num_tokens == 0, None
-    if tree is None and coupled and uses_kernels(logits.device) and not plan.fixed_width:
+    stuck = _stuck(rows, tree, logits, fed, positions)
+    if tree is None and coupled and uses_kernels(logits.device) and not plan.fixed_width and stuck is None:
         chosen, best = take(logits, rows.rules, _prefix(rows, fed, positions))
         packed = accept_and_commit(chosen, best, proposal.tokens, proposal.lengths, *after)
     else:
@@ -139,12 +142,27 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
             assert path is not None
             runner.keep_path(rows.tables, begin, path)
             logits = logits.gather(1, path[..., None].expand_as(logits))
-        chosen = acceptance.tokens
-        broken = logits.amax(-1).isnan() & (steps <= acceptance.num_accepted[:, None])  # one NaN is enough
+            stuck = None if stuck is None else stuck.gather(1, path)
+        chosen, committed = acceptance.tokens, steps <= acceptance.num_accepted[:, None]
+        broken = (logits.amax(-1).isnan() & committed).any(1).long()  # one NaN is enough
+        if stuck is not None:
+            stuck &= committed
+            broken = torch.where(stuck.any(1) & (broken == 0), STUCK + stuck.int().argmax(1), broken)
         guessed = proposal.positions_guessed(tree)
-        packed = pack_and_commit(chosen, acceptance.num_accepted, guessed, broken.any(1), *after)
+        packed = pack_and_commit(chosen, acceptance.num_accepted, guessed, broken, *after)
     report = None if plan.num_logprobs is None else logprobs(logits, chosen, plan.num_logprobs)
     return RoundResult(packed, report, _credits(proposal, packed[:, -3], path))
+
+
+def _stuck(
+    rows: Rows, tree: Tree | None, logits: torch.Tensor, fed: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor | None:
+    """Say where grammars and other rules together leave nothing to choose, ``[B, K+1]``; None without grammars."""
+    if not rows.rules.flags.masked:
+        return None
+    if tree is None:
+        return barred(logits, rows.rules, _prefix(rows, fed, positions))
+    return barred(*_each_node(logits, rows, tree, fed, positions)).view(positions.shape)
 
 
 def _credits(proposal: Proposal, accepted: torch.Tensor, path: torch.Tensor | None) -> torch.Tensor | None:
@@ -219,4 +237,7 @@ def _each_node(
     place = positions[:, None].expand(-1, num_fed, -1).where(tree.above, spare).flatten(0, 1)
     tokens.scatter_(1, place, fed.repeat_interleave(num_fed, 0))
     member = torch.arange(num_rows, device=fed.device).repeat_interleave(num_fed)
-    return logits.flatten(0, 1)[:, None], rows.rules.picked(member), Prefix(tokens, positions.flatten()[:, None] + 1)
+    rules = replace(rows.rules, masks=None).picked(member)
+    if rows.rules.masks is not None:
+        rules = rules.masked(rows.rules.masks.flatten(0, 1)[:, None])
+    return logits.flatten(0, 1)[:, None], rules, Prefix(tokens, positions.flatten()[:, None] + 1)

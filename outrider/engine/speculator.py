@@ -151,7 +151,10 @@ class Speculator:
             self._note_limit(sequence, drafter)
         if most <= 0 or not self._adaptive or asked is not None:
             return max(0, most)
-        return self._control(drafter).length(sequence, drafter.name, most, num_rows, whole=drafter.makes_trees)
+        length = self._control(drafter).length(sequence, drafter.name, most, num_rows, whole=drafter.makes_trees)
+        if sequence.constraint is None or drafter.makes_trees:
+            return length
+        return max(length, len(sequence.constraint.forced(most)))  # these are right nearly always, and cost little
 
     def _note_limit(self, sequence: Sequence, drafter: Drafter) -> None:
         if sequence not in self._limited:

@@ -3,8 +3,9 @@
 Sampling is by Gumbel-max, ``argmax(score + noise(seed, position, id))``: a draw from the softmax of the scores that
 depends on nothing but the scores and the position. Greedy is the same with no noise.
 
-Rules apply in this order: logit_bias, penalties, bad words, min_tokens, temperature, then the filters top_k, top_p
-and min_p. A filter keeps every token that is as likely as its last one, so ties at a border stay in.
+Rules apply in this order: logit_bias, penalties, bad words, min_tokens, grammars, temperature, then the filters top_k,
+top_p and min_p. So nothing brings back what a grammar rules out, and filters count among what is left. A filter keeps
+every token that is as likely as its last one, so ties at a border stay in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from outrider.sampling.random import Purpose, gumbel
 from outrider.sampling.rules import NOTHING, Prefix, Rules
 
-__all__ = ["TokenLogprobs", "choose", "distribution", "logprobs", "preferences", "shaped"]
+__all__ = ["TokenLogprobs", "barred", "choose", "distribution", "logprobs", "preferences", "shaped"]
 
 SHORTLIST = 1024  # on a CPU a filter usually needs no more than this many of the likeliest tokens
 BANNED = float("-inf")
@@ -76,7 +77,8 @@ def preferences(logits: torch.Tensor, rules: Rules, prefix: Prefix, ends: torch.
 
 def shaped(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tensor:
     """Apply the rules that can change the likeliest token: fp32 ``[B, T, V]`` in and out, the input untouched."""
-    if not (rules.flags.biased or rules.flags.penalised or rules.flags.banned or rules.flags.held):
+    flags = rules.flags
+    if not (flags.biased or flags.penalised or flags.banned or flags.held or flags.masked):
         return logits
     scores = logits.clone()
     if rules.flags.biased:
@@ -90,7 +92,20 @@ def shaped(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tensor:
     if rules.flags.held:
         early = prefix.ends - rules.prompt_lengths[:, None] < rules.min_tokens[:, None]
         _ban(scores, rules.stop_ids[:, None, :].expand(-1, scores.shape[1], -1), early[..., None])
+    if rules.masks is not None:
+        scores.masked_fill_(~_unpacked(rules.masks, scores.shape[-1]), BANNED)
     return scores
+
+
+def barred(logits: torch.Tensor, rules: Rules, prefix: Prefix) -> torch.Tensor:
+    """Say where the rules leave nothing to choose: ``[B, T, V]`` -> bool ``[B, T]``."""
+    return shaped(logits, rules, prefix).amax(-1) == BANNED
+
+
+def _unpacked(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Unpack an id a bit: int32 ``[B, T, W]`` -> bool ``[B, T, V]``."""
+    bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    return (bits & 1).flatten(-2)[..., :vocab_size].bool()
 
 
 def _tempered(scores: torch.Tensor, rules: Rules) -> torch.Tensor:

@@ -6,6 +6,7 @@ Nothing is compiled here; that needs a tokenizer and a library, see `engine/gram
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["MAX_GRAMMAR_BYTES", "MAX_GRAMMAR_DEPTH", "Grammar"]
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-# Regular expressions compile in the square of their length, rules of rules in more.
-MAX_BYTES = {"json_schema": MAX_GRAMMAR_BYTES, "choice": MAX_GRAMMAR_BYTES, "regex": 16 * 1024, "lark": 32 * 1024}
+MAX_REPEATS = 4096  # repetitions in regular expressions: they compile in the square of their number
+MAX_LINES = 1024  # of a Lark grammar, a rule each: rules that name each other compile in more
+KINDS = ("json_schema", "regex", "choice", "lark")
+REPEAT = re.compile(r"[?*+]|\{\d|\\u00(?:2[ab]|3f|7b)", re.IGNORECASE)  # JSON within Lark may write them as \u003f
 MAX_GRAMMAR_DEPTH = 64  # brackets within brackets: parsers of grammars call themselves for each
 CLOSERS = {")": "(", "]": "[", "}": "{"}
 
@@ -39,8 +42,8 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        if self.kind not in MAX_BYTES:
-            raise InvalidRequestError(f"a grammar is one of {', '.join(MAX_BYTES)}, got {self.kind!r}")
+        if self.kind not in KINDS:
+            raise InvalidRequestError(f"a grammar is one of {', '.join(KINDS)}, got {self.kind!r}")
         if not isinstance(self.text, str):
             raise InvalidRequestError(f"a grammar's {self.kind} must be a string, got {self.text!r:.100}")
         if not self.text:
@@ -49,9 +52,9 @@ class Grammar:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"a grammar's {self.kind} holds half a character ({error.reason})") from None
-        if size > MAX_BYTES[self.kind]:
+        if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequestError(
-                f"a grammar's {self.kind} may have {MAX_BYTES[self.kind]} bytes, but this one has {size}; shorten it"
+                f"a grammar's {self.kind} may have {MAX_GRAMMAR_BYTES} bytes, but this one has {size}; shorten it"
             )
         if _depth(self.text, strings=self.kind in ("json_schema", "choice")) > MAX_GRAMMAR_DEPTH:
             raise InvalidRequestError(
@@ -62,6 +65,10 @@ class Grammar:
             _check_schema(self.text)
         elif self.kind == "choice":
             _check_choice(self.text)
+        else:
+            _check_repeats((self.text,))
+        if self.kind == "lark" and self.text.count("\n") > MAX_LINES:
+            raise InvalidRequestError(f"a Lark grammar may have {MAX_LINES} lines, but this one has more; cut it")
 
     @classmethod
     def json_object(cls) -> Self:
@@ -111,10 +118,14 @@ def _check_schema(text: str) -> None:
         raise InvalidRequestError(f"the JSON schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"a JSON schema must be an object, got {text[:100]}")
-    size = sum(len(one) for one in _patterns(schema))
-    if size > MAX_BYTES["regex"]:
+    _check_repeats(_patterns(schema))
+
+
+def _check_repeats(patterns: Iterable[str]) -> None:
+    count = sum(len(REPEAT.findall(one)) for one in patterns)
+    if count > MAX_REPEATS:
         raise InvalidRequestError(
-            f"the patterns of a JSON schema may have {MAX_BYTES['regex']} characters, but these have {size}; cut them"
+            f"a grammar's patterns may hold {MAX_REPEATS} repetitions (? * + {{n}}), but these hold {count}; cut them"
         )
 
 

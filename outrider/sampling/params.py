@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import InvalidRequestError
+from outrider.sampling.grammar import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,6 +90,9 @@ class SamplingParams:
         logprobs: Also report the log-probabilities of this many likeliest tokens at each position (and of the chosen
             one), from the target's own distribution before penalties and temperature; None reports none.
         prompt_logprobs: The same for the prompt's tokens.
+        grammar: What the text must look like, see `Grammar`; no other rule allows again what it bans. The text may end
+            where it is whole. Where end-of-sequence cannot be said there (``ignore_eos``, before ``min_tokens``, a
+            model without one) it goes on while the grammar does, and then ends by itself.
         speculation: "auto" drafts while it pays, "off" never, a number drafts up to that many tokens each round.
         prediction: What the output is expected to be like, as text or token ids (OpenAI's field of that name): guesses
             are taken from it in place of the engine's drafter. It changes how fast the text comes, never the text.
@@ -119,6 +123,7 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
     speculation: Speculation = "auto"
     prediction: str | Sequence[int] | None = None
     speculative_model: Any = field(default=None, repr=False, compare=False)
@@ -128,6 +133,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_speculation()
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidRequestError(
+                f"grammar must be a Grammar, got {self.grammar!r:.100}; write Grammar.json_schema(...) or the like"
+            )
         normal = {
             "top_k": max(self.top_k, 0),
             "stop": _strings("stop", self.stop),

@@ -43,11 +43,13 @@ class RuleFlags:
     biased: bool = False
     banned: bool = False
     held: bool = False
+    masked: bool = False
 
     @property
     def simple(self) -> bool:
         """Whether nothing but temperature shapes the choice."""
-        return not (self.filtered or self.penalised or self.biased or self.banned or self.held)
+        shaped = self.penalised or self.biased or self.banned or self.held or self.masked
+        return not (self.filtered or shaped)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,11 @@ class Rules:
     bias_values: torch.Tensor  # [B, NB]
     bad_words: torch.Tensor  # [B, NW, LW], each padded with -1 on its left
     flags: RuleFlags
+    masks: torch.Tensor | None = None  # int32 [B, T, ceil(V / 32)], an id a bit: what grammars allow at each position
+
+    def masked(self, masks: torch.Tensor) -> Rules:
+        """Give the same rules with what grammars allow, for positions known by now."""
+        return replace(self, masks=masks, flags=replace(self.flags, masked=True))
 
     def to(self, device: torch.device) -> Rules:
         """Give the same rules on another device."""

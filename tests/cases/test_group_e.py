@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider import SamplingParams
+from outrider import Grammar, SamplingParams
 from tests.cases_support import (
     GREEDY,
     PROMPTS,
@@ -89,6 +89,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {101: 8.0, 32: -100.0}},
     "bad_words": {"bad_words": [chr(c) for c in range(33, 80)]},
     "logprobs": {"logprobs": 2},
+    "grammar": {"grammar": Grammar.regex("[a-z]+( [a-z]+)*")},
     "prompt_logprobs": {"prompt_logprobs": 1},
     "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {257: 100.0}},
 }
