@@ -296,7 +296,7 @@ class ResponseAnswer:
     def _at(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": self._output.index(item), "content_index": 0}
 
-    def _event(self, name: str, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> Event:
         self._number += 1
         return name, {"type": name, "sequence_number": self._number - 1, **fields}
 

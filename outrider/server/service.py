@@ -236,7 +236,8 @@ class Service:
         try:
             ready = await self.work(made)
         except InvalidRequestError as error:
-            raise invalid(str(error), field_of(str(error))) from None
+            code = "context_length_exceeded" if "max_model_len" in str(error) else "invalid_value"
+            raise invalid(str(error), field_of(str(error)), code) from None
         ticket.weigh(sum(len(request.prompt_token_ids) for request, _ in ready))
         call = Call(model.worker, ticket, self)
         for request, sequences in ready:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["CLOSE", "OPEN", "ToolCalls", "ToolParser", "call_grammar", "instructions", "template_messages"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# As models write calls; with blanks left free a weak model may go on with blanks for ever.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def call_grammar(tools: list[Tool], choice: str | NamedTool, *, parallel: bool) 
         }
         for tool in tools
     ]
-    body = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    schema = {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "x-guidance": SPACING}
+    body = json.dumps(schema)
     more = '("\\n" call)*' if parallel else ""
     return f'start: call {more}\ncall: "{OPEN}\\n" body "\\n{CLOSE}"\nbody: %json {body}\n'
 
