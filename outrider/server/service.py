@@ -34,7 +34,6 @@ __all__ = ["Model", "Service"]
 
 logger = logging.getLogger("outrider")
 READY_BEAT_SECONDS = 10.0
-LONGEST_TOKEN = 1024  # characters that one token may stand for; longer text than this allows is not tokenized at all
 
 
 class Model:
@@ -51,6 +50,9 @@ class Model:
         self.llm, self.name, self.worker, self.renderer = llm, name, worker, renderer
         self.method = llm.engine.speculation.method if llm.engine.drafter is not None else "none"
         self.lookup = NGramDrafter()
+        vocabulary = llm.tokenizer.get_vocab() if llm.tokenizer is not None else ()
+        # What is longer than this many characters has too many tokens, whatever they are: it need not be tokenized.
+        self.longest_text = llm.max_model_len * max(map(len, vocabulary), default=1)
 
 
 class Service:
@@ -220,7 +222,7 @@ class Service:
         """Tokenize and check, off the loop; then hand over to the engine."""
         for prompt in prompts:
             if isinstance(prompt, str):
-                check_text(prompt, model.llm.max_model_len)
+                check_text(prompt, model)
         scope = "" if self.settings.share_prefixes else ticket.key
         drafter = None if method is None else model.lookup
         names = [self._name() for _ in prompts]
@@ -255,7 +257,7 @@ class Service:
         tokenizer: Any = model.llm.tokenizer
         if tokenizer is None:
             raise invalid("this model has no tokenizer; send token ids")
-        check_text(text, model.llm.max_model_len)
+        check_text(text, model)
         encoded = await self.work(lambda: tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
         return list(encoded)
 
@@ -304,17 +306,18 @@ def _check_room(request: Request, params: SamplingParams, most: int) -> None:
         )
 
 
-def check_text(text: str, most: int) -> None:
+def check_text(text: str, model: Model) -> None:
     """Refuse what can never fit, and what is no text, before any tokenizer sees it.
 
     Raises:
         ApiError: It is either.
     """
-    if len(text) > most * LONGEST_TOKEN:
+    if len(text) > model.longest_text:
         raise ApiError(
             400,
             "context_length_exceeded",
-            f"the prompt has {len(text)} characters, and the longest text here is {most} tokens; shorten it",
+            f"the prompt has {len(text)} characters, and the longest text here is "
+            f"{model.llm.max_model_len} tokens; shorten it",
             param="prompt",
         )
     try:
