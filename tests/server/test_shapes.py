@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider import LLM
+from outrider import LLM, Grammar, SamplingParams
 from tests.server.harness import Local, local
 from tests.tiny import byte_tokenizer, tiny_target
 
@@ -28,7 +28,7 @@ TOOLS = [
         "additionalProperties": False}}}
     for name, field in (("alpha", "one"), ("beta", "two"))
 ]  # fmt: skip
-HOW = [{"temperature": 0}, {"temperature": 1.0, "seed": 5}]
+HOW: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5}]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,14 @@ def test_J01_a_schema_is_kept_to_with_guesses_and_without(server: Local, how: di
     assert found["name"] in ("Ann", "Bob")
     assert 0 <= found["age"] <= 99
     assert choice["finish_reason"] == "stop"
+
+
+def test_J01_the_text_is_the_librarys(server: Local) -> None:
+    body = {"messages": CHAT, "response_format": FORMAT, "max_tokens": 120, **HOW[1]}
+    content = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    params = SamplingParams(max_tokens=120, grammar=Grammar.json_schema(SCHEMA), **HOW[1])
+    with LLM(tiny_target(max_position_embeddings=2048), tokenizer=byte_tokenizer(), method="none") as plain:
+        assert plain.chat(CHAT, params)[0].text == content
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -129,7 +137,7 @@ def test_completions_and_responses_have_shapes_too(server: Local) -> None:
     "schema",
     [
         {"type": "nonsense"}, {"type": "string", "pattern": "("}, {"$ref": "#/nowhere"}, {"type": 5},
-        {"enum": []}, {"properties": []},
+        {"enum": []}, {"properties": []}, {"$ref": "#"}, {"pattern": "a?" * 20_000},
     ],
 )  # fmt: skip
 def test_bad_schemas_end_their_request_alone(server: Local, schema: dict[str, Any]) -> None:
