@@ -177,7 +177,12 @@ def _made(
         began = time.perf_counter()
         try:
             engines[way.name] = LLM(
-                str(setting.gguf), device="cpu", dtype=options.dtype, max_model_len=setting.max_length, **told
+                str(setting.gguf),
+                device="cpu",
+                dtype=options.dtype,
+                max_model_len=setting.max_length,
+                enable_prefix_caching=False,  # all ways read each prompt, however often it comes
+                **told,
             )
         except OutriderError as error:
             refused[way.name] = str(error)

@@ -144,6 +144,7 @@ def _loaded(options: argparse.Namespace) -> tuple[Any, list[list[int]], Any]:
         max(1, options.lookahead),
         max_model_len=length,
         max_num_seqs=options.rows,
+        enable_prefix_caching=False,
         **extra,
     )
     prompts = json.loads((work / f"prompts-{options.context}.json").read_text(encoding="utf-8"))[: options.rows]

@@ -95,6 +95,7 @@ def _started(job: dict[str, Any], heard: _Heard) -> LLM:
             job["model"],
             max_model_len=job["context"] + max(_room(job), job["tokens"]),
             max_num_seqs=max(job["rows"]),
+            enable_prefix_caching=False,  # beginnings come again and are read again
             **job["options"],
             **({"device": "cpu"} if job["tiny"] else {}),
         )

@@ -8,6 +8,7 @@ start-up can be timed from nothing, memory is free again, and what was measured 
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -173,6 +174,8 @@ def _llm(job: dict[str, Any], length: int) -> Any:
     extra: dict[str, Any] = {"device": "cpu"} if job["tiny"] else {}
     if job["draft_quantization"] is not None:  # not every version knows it
         extra["draft_quantization"] = job["draft_quantization"]
+    if "enable_prefix_caching" in inspect.signature(LLM).parameters:  # the same; batches come again and are read again
+        extra["enable_prefix_caching"] = False
     rows, most = (max(cell[place] for cell in job["cells"]) for place in (0, 1))
     target = str(Path(job["work"]) / "target")
     return LLM(target, job["draft_folder"], max(1, most), max_model_len=length, max_num_seqs=rows, **extra)

@@ -271,6 +271,9 @@ class EngineConfig:
         prefill_chunk_size: Prompt tokens fed between two rounds.
         exact: Rounds of one fixed shape, so that speculation cannot change even the last bit.
         seed: Fixes the seeds of requests that bring none.
+        prefix_caching: Keep the cache of texts that ended, and let requests that begin in the same way start from it.
+        share_prefixes: Let requests of different scopes (API keys) share too. Off, so that nobody can find out by
+            the time of a first token what somebody else asked.
     """
 
     max_model_len: int | None = None
@@ -280,6 +283,8 @@ class EngineConfig:
     prefill_chunk_size: int = 512
     exact: bool = False
     seed: int | None = None
+    prefix_caching: bool = True
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None:

@@ -56,6 +56,8 @@ class LLM:
         revision: Of the Hub repository.
         max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, prefill_chunk_size, seed: See
             `EngineConfig`.
+        enable_prefix_caching, share_prefixes: `EngineConfig.prefix_caching` and `EngineConfig.share_prefixes`. After
+            changing the weights of a model object in place, call `reset_prefix_cache`.
         tensor_parallel_size: Only 1 so far.
         drafting: The other settings of `SpeculationConfig`, by name: tree, prompt_lookup_max, prompt_lookup_min,
             suffix_corpus, exit_layer, skip_layers, draft_quantization, draft_vocab_size, draft_vocab_corpus,
@@ -90,6 +92,8 @@ class LLM:
         kv_cache_bytes: int | None = None,
         prefill_chunk_size: int | None = None,
         seed: int | None = None,
+        enable_prefix_caching: bool = True,
+        share_prefixes: bool = False,
         tensor_parallel_size: int = 1,
         **drafting: Any,
     ) -> None:
@@ -104,7 +108,8 @@ class LLM:
         )
         where = resolve_device(device, model)
         chunk = PREFILL_CHUNK[where.type == "cuda"] if prefill_chunk_size is None else prefill_chunk_size
-        config = EngineConfig(max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, chunk, exact, seed)
+        sizes = max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, chunk
+        config = EngineConfig(*sizes, exact, seed, enable_prefix_caching, share_prefixes)
         check_exact(exact, speculation)
         warn_lossy(speculation.verification)
         self._lock = threading.RLock()
@@ -225,6 +230,11 @@ class LLM:
         with self._lock:
             request = self.intake.request(prompt, sampling_params or SamplingParams())
         return self._streamed(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the cache holds of earlier texts: after the weights of a model object were changed in place."""
+        with self._lock:
+            self.engine.scheduler.forget()
 
     def close(self) -> None:
         """Give up the caches; a transformers model that was passed in gets its own attention back."""

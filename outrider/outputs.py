@@ -36,6 +36,7 @@ class SpeculationStats:
         first_token_seconds: From its arrival to its first token.
         lossy: Whether "typical" acceptance may have changed the text.
         by_drafter: Of mixtures: guesses and accepted guesses of each part, by its name. Of a tree all nodes count.
+        cached_tokens: Tokens of the prompt that were not computed, since the cache held them already.
     """
 
     rounds: int = 0
@@ -49,6 +50,7 @@ class SpeculationStats:
     first_token_seconds: float = 0.0
     lossy: bool = False
     by_drafter: dict[str, tuple[int, int]] = field(default_factory=dict)
+    cached_tokens: int = 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -105,7 +107,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt and its n texts; `text`, `token_ids` and `stats` are those of the first."""
+    """A prompt and its n texts; `text`, `token_ids`, `stats` and `cached_tokens` are those of the first."""
 
     request_id: str
     prompt: str | None
@@ -127,6 +129,11 @@ class RequestOutput:
     def stats(self) -> SpeculationStats:
         """The first sample's figures."""
         return self.outputs[0].stats
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the cache held already when the first sample came."""
+        return self.stats.cached_tokens
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ class Sequence:
         limit: Length at which it must end.
         ahead: Tokens that a round under way will add at most; 0 where none is.
         constraint: Where it stands in its grammar; None without one.
+        shared: Tokens, in whole blocks, that others were let know of.
+        number: Its place in the order of arrival.
+        reused: Tokens of the prompt that the cache held already.
+        returned: Whether it was sent away to make room, and its tokens are fed for a second time.
     """
 
     def __init__(self, request: Request, index: int, limit: int, detokenizer: Any, constraint: Any = None) -> None:
@@ -104,6 +108,10 @@ class Sequence:
         self.blocks: list[int] = []
         self.cached = 0
         self.ahead = 0
+        self.shared = 0
+        self.number = 0
+        self.reused = 0
+        self.returned = False
         self.ledger = Ledger()
         self.origins: list[TokenOrigin] = []
         self.logprobs: list[TokenLogprob] = []
@@ -137,6 +145,16 @@ class Sequence:
     def uncached(self) -> int:
         """Tokens to feed before the next round: all that are not cached, but for the last, which a round feeds."""
         return len(self.tokens) - 1 - self.cached
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its prompt must be fed for the sake of a report on it."""
+        return self.request.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
+
+    @property
+    def priority(self) -> int:
+        """How important it is; lower is more."""
+        return self.request.params.priority
 
     @property
     def reach(self) -> int:
@@ -203,6 +221,7 @@ class Sequence:
             first_token_seconds=(self.first_token_at or now) - arrival,
             lossy=self.lossy,
             by_drafter=dict(ledger.by_part),
+            cached_tokens=self.reused,
         )
 
     def completion(self) -> Completion:

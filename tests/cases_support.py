@@ -121,6 +121,7 @@ class Scripted:
     """
 
     context_length: int | None = None
+    shares_blocks = True
 
     def __init__(
         self,
@@ -134,6 +135,15 @@ class Scripted:
         self._right, self._wrong, self._longest = right, wrong, longest
         self._chains: dict[int, int] = {}
         self.widths: list[int] = []
+
+    def kept(self, slot: int) -> int:
+        return 0
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        pass
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        pass
 
     def missing(self, slot: int, length: int) -> int:
         return 0

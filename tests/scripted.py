@@ -58,6 +58,7 @@ class ScriptedDrafter:
     name = "scripted"
     device_side = False  # it looks at the tokens
     makes_trees = False
+    shares_blocks = True
     bytes_per_slot = 0
 
     def __init__(
@@ -86,6 +87,15 @@ class ScriptedDrafter:
 
     def tune(self, num_rows: Seq[int]) -> None:
         """Make nothing ready."""
+
+    def kept(self, slot: int) -> int:
+        return 0
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        pass
+
+    def copy_blocks(self, source: Seq[int], target: Seq[int]) -> None:
+        pass
 
     def missing(self, slot: int, length: int) -> int:
         """Nothing is cached, so nothing is missing."""

@@ -106,7 +106,11 @@ DRAFTERS = (
     "none", "ngram 1-3", "ngram 2-4", "same", "noisy", "unrelated", "all right", "all wrong", "alternating",
     "short context", "failing", "trees", *BY_NAME,
 )  # fmt: skip
-BATCHES = ("single", "four prompts", "mixed settings", "staggered", "n=3", "tiny cache")
+BATCHES = (
+    "single", "four prompts", "mixed settings", "staggered", "n=3", "tiny cache",
+    "twice", "alike", "alike, staggered", "alike, tiny cache",
+)  # fmt: skip
+ALIKE = tuple((*PROMPTS[40], *tail) for tail in (b"", b"one", b"another", PROMPTS[5]))  # beginnings that are shared
 LENGTHS = (1, 2, 3, 5, 8, 16, "auto")
 
 
@@ -234,7 +238,7 @@ def run_scenario(
 ) -> None:
     if drafter == "none":
         length = "auto"
-    llm = engine(drafter, verification, batch == "tiny cache")
+    llm = engine(drafter, verification, "tiny cache" in batch)
     names = list(SETTINGS) if verification == "coupled" else list(GREEDY_SETTINGS)
     prompts = list(PROMPTS.values())
     start = names.index(setting)
@@ -246,10 +250,16 @@ def run_scenario(
         jobs = [(prompts[(i + shift) % 4], params_for(names[(start + i) % len(names)], length)) for i in range(4)]
     elif batch == "n=3":
         jobs = [(prompts[shift % 4], params_for(setting, length, n=3)), (prompts[1], params_for("greedy", length))]
+    elif batch in ("twice", "alike", "alike, staggered"):
+        jobs = [(prompt, params_for(setting, length)) for prompt in (ALIKE[-1:] if batch == "twice" else ALIKE)]
     else:
         params = params_for(setting, length, ignore_eos=True, max_tokens=26, min_tokens=0)
-        jobs = [(prompt, params) for prompt in prompts]
-    check_equal_to_base(llm, jobs, staggered=batch == "staggered")
+        jobs = [(prompt, params) for prompt in (prompts if batch == "tiny cache" else ALIKE)]
+    hits = llm.engine.figures.prefix_hits
+    for _ in range(1 + (batch == "twice")):
+        check_equal_to_base(llm, jobs, staggered="staggered" in batch)
+    if batch in ("twice", "alike", "alike, staggered"):
+        assert llm.engine.figures.prefix_hits > hits
 
 
 # --- the matrix
@@ -315,12 +325,26 @@ def test_coupled_verification_gives_the_targets_own_text(place: int, row: tuple[
 
 
 @pytest.mark.parametrize(
-    ("place", "row"), scenarios([DRAFTERS[1:], BATCHES[1:4], (1, 3, 8), ("rejection", "block")], 2)
+    ("place", "row"), scenarios([DRAFTERS[1:], (*BATCHES[1:4], *BATCHES[6:9]), (1, 3, 8), ("rejection", "block")], 2)
 )
 def test_rejection_and_block_give_the_targets_own_text_where_it_is_greedy(place: int, row: tuple[Any, ...]) -> None:
     """A14: with a greedy target nothing is left to chance, whatever q the drafter states."""
     drafter, batch, length, verification = row
     run_scenario(drafter, batch, length, GREEDY_SETTINGS[place % len(GREEDY_SETTINGS)], verification, shift=place)
+
+
+@pytest.mark.parametrize("drafter", ["ngram 1-3", "noisy", "draft trees", "early exit", "eagle"])
+def test_a_scope_finds_nothing_of_anothers_and_gives_the_targets_own_text(drafter: str) -> None:
+    llm, prompt, params = engine(drafter), ALIKE[-1], params_for("greedy", 3)
+    found = []
+    for scope in ("one key", "another key", "one key"):
+        sequence = llm.intake.sequences(llm.intake.request(list(prompt), params, scope=scope))[0]
+        llm.engine.add(sequence)
+        while llm.engine.busy:
+            llm.engine.step()
+        assert [tuple(sequence.output)] == base(prompt, params)
+        found.append(sequence.stats.cached_tokens)
+    assert found == [0, 0, 32]
 
 
 def test_the_tiny_cache_is_tight_enough_to_send_rows_away() -> None:

@@ -87,7 +87,7 @@ def stop_inside_a_run_equals_base() -> None:
 
 def preempted_equals_base() -> None:
     llm = engine_with(ScriptedDrafter(pattern=(1, 0)), test_lossless.target(), kv_cache_bytes=8 * BLOCK_SIZE * 512)
-    jobs = [(prompt, greedy_params(30, 2)) for prompt in test_lossless.PROMPTS.values()]
+    jobs = [(prompt, greedy_params(40, 2)) for prompt in test_lossless.PROMPTS.values()]
     test_lossless.check_equal_to_base(llm, jobs)
     assert llm.engine.scheduler.num_preemptions > 0
 

@@ -40,6 +40,7 @@ class Ours:
             device="cpu",
             quantization=quantization,
             max_model_len=setting.max_length,
+            enable_prefix_caching=False,  # the same prompts come again and again, and are read each time
         )
         self._said = {"dtype": dtype, "quantization": quantization, "num_speculative_tokens": lookahead}
 

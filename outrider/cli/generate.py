@@ -123,7 +123,8 @@ def generate(
             raise InvalidRequestError("--logprobs and --prompt-logprobs are shown with --json only; add it")
         prompts = read_prompts(prompt.prompt, prompt.prompt_option, prompt.file)
         with working(f"loading {model.shown_model}", quiet=output.quiet):
-            llm = model.load()
+            # Where two ways are timed, each reads the prompts.
+            llm = model.load(enable_prefix_caching=False) if output.compare else model.load()
         with llm:
             job = _Job(llm, prompts, prompt, _seeded(params, len(prompts)), output)
             if output.compare:

@@ -237,9 +237,9 @@ class ModelOptions:
             arguments["num_speculative_tokens"] = LOOKUP_TOKENS if lookup else SpeculationConfig.num_speculative_tokens
         return arguments
 
-    def load(self) -> LLM:
-        """Load target and draft."""
-        arguments = self.arguments()
+    def load(self, **settings: Any) -> LLM:
+        """Load target and draft; `settings` are what no option says."""
+        arguments = self.arguments() | settings
         import torch
 
         from outrider.llm import LLM

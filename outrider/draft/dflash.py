@@ -50,24 +50,23 @@ class BlockDrafter(WithCache):
         self.tree = None if paths is None else FixedTree(paths, most, network.vocab_size, network.device)
         self.makes_trees = self.tree is not None
         self._window = most + 1  # what a round of its own adds: its guesses and the target's own token
-        self._kept: dict[int, int] = {}
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Nothing: the products are the library's."""
 
     def missing(self, slot: int, length: int) -> int:
         """Count the places whose features are not kept, but for those that a round makes itself."""
-        return max(0, length - 1 - self._window - self._kept.get(slot, 0))
+        return max(0, length - 1 - self._window - self._cached.get(slot, 0))
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Make keys and values of the next `counts` places of each row; shorter ones repeat their last place."""
         device = self.network.device
-        begins = [self._kept.get(slot, 0) for slot in rows.slots]
+        begins = [self._cached.get(slot, 0) for slot in rows.slots]
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
         steps = torch.arange(max(counts), device=device)
         places = torch.minimum(upload(begins, device)[:, None] + steps, upload(ends, device)[:, None] - 1)
         self._keep(rows, places.clamp(min=0))
-        self._kept.update(zip(rows.slots, ends, strict=True))
+        self._cached.update(zip(rows.slots, ends, strict=True))
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Guess a chain, or the tree's first `num_tokens` nodes; a chain of drawn tokens where q is asked for."""
@@ -90,11 +89,7 @@ class BlockDrafter(WithCache):
         """Count as kept what the round made: all before the last token, unless more than its window was missing."""
         for slot, length in zip(slots, lengths, strict=True):
             if self.missing(slot, length) == 0:
-                self._kept[slot] = length - 1
-
-    def release(self, slot: int) -> None:
-        """Forget a slot's cache."""
-        self._kept.pop(slot, None)
+                self._cached[slot] = length - 1
 
     def _keep(self, rows: DraftRows, places: torch.Tensor) -> None:
         assert rows.features is not None, "the target was not asked to keep hidden states"

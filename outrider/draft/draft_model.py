@@ -65,7 +65,6 @@ class DraftModelDrafter(WithCache):
         self._shortlist = None if shortlist is None else shortlist.to(runner.device)
         self._target_vocab_size = target_vocab_size
         self._shared_vocab_size = shared_vocab_size
-        self._cached: dict[int, int] = {}
         self.makes_trees = self._shape is not None
 
     def tune(self, num_rows: Sequence[int]) -> None:
@@ -109,6 +108,10 @@ class DraftModelDrafter(WithCache):
         counted = torch.full_like(chain.lengths[:, 0], num_tokens)
         return chain.proposal(counted, num_tokens, self._target_vocab_size).to(rows.lengths.device)
 
+    def kept(self, slot: int) -> int:
+        """Count what a cache of its own holds; the target's needs no counting."""
+        return super().kept(slot) if self._own_cache else 0
+
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
         """Count as cached what was fed and turned out right; the next chain feeds the two tokens after that.
 
@@ -139,10 +142,6 @@ class DraftModelDrafter(WithCache):
         """Give logits over the target's ids; what the draft does not know cannot be guessed."""
         known = self._widened(logits)
         return F.pad(known, (0, self._target_vocab_size - known.shape[-1]), value=float("-inf"))
-
-    def release(self, slot: int) -> None:
-        """Forget a slot's cache."""
-        self._cached.pop(slot, None)
 
     def _widened(self, logits: torch.Tensor) -> torch.Tensor:
         """Give logits ``[B, 1, N]`` over the shared vocabulary; ids that the head was cut down by are never guessed."""

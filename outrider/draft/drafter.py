@@ -94,6 +94,14 @@ class Drafter(Protocol):
     def makes_trees(self) -> bool:
         """Whether guesses may branch: how many there are then says little about how many can be right."""
 
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether sequences that begin alike may have their first blocks in common.
+
+        What it keeps in a full block must then be a function of the tokens up to the one after that block, so that
+        whoever feeds them anew changes nothing.
+        """
+
     def allocate(self, num_blocks: int) -> None:
         """Make its cache, with as many blocks as the target's: both go by one block table."""
 
@@ -118,6 +126,15 @@ class Drafter(Protocol):
     def release(self, slot: int) -> None:
         """Forget a slot."""
 
+    def kept(self, slot: int) -> int:
+        """Count the first tokens of a slot's row whose entries its cache holds for sure; 0 without a cache."""
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        """Learn that the blocks of a slot's first tokens are another row's (or copies), and hold their entries."""
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what its cache keeps in some blocks to others."""
+
 
 class _CachedDraft(Protocol):
     """What makes the guesses: a model's runner, a head."""
@@ -130,16 +147,21 @@ class _CachedDraft(Protocol):
 
     def allocate(self, num_blocks: int) -> None: ...
 
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None: ...
+
 
 class WithCache:
-    """What a drafter says whose draft has a cache of its own: how far it reaches, and what it keeps.
+    """What a drafter says whose draft has a cache of its own: how far it reaches, and what it keeps of each slot.
 
     Args:
         draft: It.
     """
 
+    shares_blocks = True
+
     def __init__(self, draft: _CachedDraft) -> None:
         self._keeper = draft
+        self._cached: dict[int, int] = {}  # of each slot, how many first tokens' entries the cache holds
 
     @property
     def context_length(self) -> int | None:
@@ -155,11 +177,28 @@ class WithCache:
         """Make the draft's cache, for `num_blocks` of the target's blocks."""
         self._keeper.allocate(num_blocks)
 
+    def kept(self, slot: int) -> int:
+        """Count the first tokens of a slot's row whose entries the cache holds."""
+        return self._cached.get(slot, 0)
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        """Take the entries of a slot's first tokens as they are."""
+        self._cached[slot] = max(num_tokens, self.kept(slot))
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what the draft's cache keeps in some blocks to others."""
+        self._keeper.copy_blocks(source, target)
+
+    def release(self, slot: int) -> None:
+        """Forget a slot's cache."""
+        self._cached.pop(slot, None)
+
 
 class WithoutCache:
     """What a drafter says that keeps nothing on the device: there is nothing to make, to tune or to catch up with."""
 
     bytes_per_slot = 0
+    shares_blocks = True
 
     def allocate(self, num_blocks: int) -> None:
         """Nothing is cached."""
@@ -173,6 +212,16 @@ class WithoutCache:
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed nothing."""
+
+    def kept(self, slot: int) -> int:
+        """Nothing is cached."""
+        return 0
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        """There is nothing to take over."""
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """There is nothing to copy."""
 
 
 @runtime_checkable

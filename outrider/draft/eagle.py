@@ -56,7 +56,6 @@ class EagleDrafter(WithCache):
         self._shape = shape
         deepest = longest if shape is None else shape.depth(longest)
         self._window = max(deepest, 1) + 1  # all that a round may commit
-        self._cached: dict[int, int] = {}
 
     def tune(self, num_rows: Sequence[int]) -> None:
         """Nothing: the products are the library's."""
@@ -94,10 +93,6 @@ class EagleDrafter(WithCache):
         for slot, length in zip(slots, lengths, strict=True):
             if self.missing(slot, length) == 0:
                 self._cached[slot] = length - 1
-
-    def release(self, slot: int) -> None:
-        """Forget a slot's cache."""
-        self._cached.pop(slot, None)
 
     # --- how it is done
 

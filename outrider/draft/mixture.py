@@ -46,6 +46,7 @@ class MixtureDrafter:
         self.name = "+".join(part.name for part in self.parts)
         self.part_names = tuple(part.name for part in self.parts)
         self.makes_trees = merge or any(part.makes_trees for part in self.parts)
+        self.shares_blocks = all(part.shares_blocks for part in self.parts)
         self.device_side = all(part.device_side for part in self.parts)
         self._merge = merge
         self._captured = self.device_side and device.type == "cuda"  # then all parts guess for all rows
@@ -154,6 +155,20 @@ class MixtureDrafter:
                 aim, rate = (HOPE, RETURN) if count < 0 else (float(count), RATE)
                 known[number] += rate * (aim - known[number])
                 self._worth[slot, number] = known[number]
+
+    def kept(self, slot: int) -> int:
+        """Count what all parts with a cache have."""
+        return min((part.kept(slot) for part in self.parts if part.bytes_per_slot), default=0)
+
+    def adopt(self, slot: int, num_tokens: int) -> None:
+        """Tell all parts."""
+        for part in self.parts:
+            part.adopt(slot, num_tokens)
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Let all parts copy."""
+        for part in self.parts:
+            part.copy_blocks(source, target)
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

@@ -88,6 +88,7 @@ class RetokenisedDrafter(WithCache):
     """
 
     makes_trees = False
+    shares_blocks = False  # its texts are longer or shorter: a block holds what only this text has there
     device_side = False  # texts are strings, and strings are the host's
     context_length: int | None = None  # in target tokens nobody knows it; rows beyond it get no guesses
 

@@ -47,6 +47,12 @@ class RoomyRunner:
         """Make a cache for `num_blocks` of the target's blocks."""
         self.inner.allocate(num_blocks * self.room)
 
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what is kept for some of the target's blocks to others."""
+        parts = range(self.room)
+        own = ([block * self.room + part for block in blocks for part in parts] for blocks in (source, target))
+        self.inner.copy_blocks(*own)
+
     def capacity(self, tables: torch.Tensor) -> torch.Tensor:
         """How many draft tokens rows with these tables ``[B, blocks]`` can hold, ``[B]``.
 

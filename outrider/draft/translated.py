@@ -63,6 +63,7 @@ class TranslatedDrafter(WithCache):
     """
 
     makes_trees = False
+    shares_blocks = False  # its texts are longer or shorter: a block holds what only this text has there
 
     def __init__(
         self,
@@ -84,7 +85,6 @@ class TranslatedDrafter(WithCache):
         self._bos = token_map.draft.bos
         # Window of a chain's first pass: the last guess, if it was right, and the token after it.
         self._widest = 1 + self._spellings.shape[1]
-        self._cached: dict[int, int] = {}  # target tokens whose spelling is cached
         self._guessed: set[int] = set()  # slots whose first token behind those was a guess: one draft token
         self._refused: set[int] = set()  # slots whose text did not fit once, and is not fed any more
 
@@ -153,7 +153,7 @@ class TranslatedDrafter(WithCache):
 
     def release(self, slot: int) -> None:
         """Forget a slot's cache."""
-        self._cached.pop(slot, None)
+        super().release(slot)
         self._guessed.discard(slot)
         self._refused.discard(slot)
 

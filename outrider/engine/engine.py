@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.config import MAX_DRAFT_TOKENS, EngineConfig, SpeculationConfig, Verification
+from outrider.engine.block_pool import BlockPool
 from outrider.engine.constraint import ended_by_grammar, masked, why_stuck, with_forced
+from outrider.engine.figures import EngineFigures
 from outrider.engine.flight import Flight, Readback
 from outrider.engine.graphs import RoundGraphs
 from outrider.engine.prefill import PromptFeeder
+from outrider.engine.prefix_cache import PrefixCache
 from outrider.engine.round import STUCK, RoundPlan, propose, verify
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.speculator import Speculator
 from outrider.engine.state import DeviceState
-from outrider.model.kv_cache import BlockPool
 from outrider.outputs import TokenLogprob
 from outrider.sampling.upload import upload
 
@@ -34,23 +36,10 @@ if TYPE_CHECKING:
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
 
-__all__ = ["Engine", "EngineFigures"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger("outrider")
 LEAST_CATCH_UP = 16  # tokens a step that lagging drafts may feed: more than a step adds, so that they do catch up
-
-
-class EngineFigures:
-    """What the engine counted since it started."""
-
-    def __init__(self) -> None:
-        self.rounds = 0
-        self.drafted = 0
-        self.accepted = 0
-        self.tokens = 0
-        self.step_seconds = 0.0
-        self.propose_seconds = 0.0
-        self.verify_seconds = 0.0
 
 
 class Engine:
@@ -79,7 +68,6 @@ class Engine:
         self.runner = runner
         self.config = config
         self.speculation = speculation
-        self.figures = EngineFigures()
         self._lookahead = lookahead = MAX_DRAFT_TOKENS
         if config.exact:  # every round has the same width
             self._lookahead = lookahead = speculation.num_speculative_tokens
@@ -96,10 +84,20 @@ class Engine:
             independent=speculation.verification.draws_guesses,
             adaptive=not config.exact,
         )
+        pool, prefixes = BlockPool(num_blocks), None
+        if config.prefix_caching:
+            chunk = config.prefill_chunk_size if config.exact else None
+            prefixes = PrefixCache(pool, self.speculator, across_scopes=config.share_prefixes, chunk=chunk)
+        self.figures = EngineFigures(prefixes)
         self.scheduler = Scheduler(
-            self.state, BlockPool(num_blocks), self.speculator.release, reserve=lookahead if config.exact else None
+            self.state,
+            pool,
+            self.speculator.release,
+            reserve=lookahead if config.exact else None,
+            prefixes=prefixes,
+            copy=self.speculator.copy_blocks if runner.device.type == "cpu" else None,
         )
-        self._prompts = PromptFeeder(runner, self.state, config)
+        self._prompts = PromptFeeder(runner, self.state, config, self.scheduler)
         self.graphs: RoundGraphs | None = None
         if runner.device.type == "cuda":
             most = speculation.num_speculative_tokens
@@ -169,8 +167,8 @@ class Engine:
         for one in ready:
             if ended_by_grammar(one):
                 self.scheduler.retire(one)
-        # Oldest first: what one row needs may send away younger ones, which then no longer run.
-        ready = [one for one in ready if one.slot is not None and self.scheduler.secure(one)]
+        # The most important first: what one row needs may send away lesser ones, which then no longer run.
+        ready = [one for one in self.scheduler.ranked(ready) if one.slot is not None and self.scheduler.secure(one)]
         if ready:
             self._flights.append(self._launch(ready))
         self._read(self._depth if ready else 0)
@@ -303,6 +301,7 @@ class Engine:
             drafted = accepted = kept
         sequence.ledger.record(drafted, accepted)
         sequence.cached = len(sequence) - 1
+        self.scheduler.share(sequence)
         most = drafted if own is None else own
         self.speculator.learn(sequence, min(drafted, most), min(accepted, most))
         self.figures.drafted += drafted

@@ -6,65 +6,102 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.config import MAX_DRAFT_TOKENS
 from outrider.outputs import TokenLogprob
 from outrider.sampling.choose import logprobs
+from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig
+    from outrider.engine.scheduler import Scheduler
     from outrider.engine.state import DeviceState
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
 
 __all__ = ["PromptFeeder"]
 
+NARROW = MAX_DRAFT_TOKENS + 1  # tokens a row that pass for a round's: kernels then let rows begin anywhere
 PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
 
 
 class PromptFeeder:
-    """Feeds sequences to the target, oldest first, one chunk's worth of tokens a step.
+    """Feeds sequences to the target, one chunk's worth of tokens a step.
 
-    On a card, short prompts that arrive together share a pass: it costs as much as one of them alone. In exact mode
+    The most important go first, and among equals those that lack least: a short prompt does not wait for a long one.
+    Every second step begins with whoever came first, so that a long prompt is read, too, however many short ones come.
+
+    On a card, short prompts that arrive together share a pass: it costs as much as one of them alone. Of those that
+    begin alike one is fed first, and the others take over what it has computed. In exact mode
     each is fed by itself, in chunks whose borders depend on the prompt alone.
     """
 
-    def __init__(self, runner: Runner, state: DeviceState, config: EngineConfig) -> None:
-        self._runner, self._state = runner, state
+    def __init__(self, runner: Runner, state: DeviceState, config: EngineConfig, scheduler: Scheduler) -> None:
+        self._runner, self._state, self._scheduler = runner, state, scheduler
+        self._oldest_first = False
         self._size = config.prefill_chunk_size
         self._together = runner.device.type == "cuda" and not config.exact
 
     def feed(self, running: list[Sequence]) -> None:
         """Feed one step's worth of what the target's cache lacks."""
         budget = self._size
-        lacking = [sequence for sequence in running if sequence.uncached > 0]
+        lacking = self._in_turn([sequence for sequence in running if sequence.uncached > 0])
         if self._together:
-            budget -= self._feed_together(lacking)
+            budget -= self._feed_together(self._fresh(lacking), budget)
+            for sequence in lacking:
+                self._scheduler.reuse(sequence)
+            rests = [one for one in lacking if one.cached and 0 < one.uncached <= NARROW and not _reports(one)]
+            budget -= self._feed_together(rests, budget)
         for sequence in lacking:
             if budget <= 0:
                 return
+            self._scheduler.reuse(sequence)
             if sequence.uncached > 0:
                 budget -= self._feed(sequence, budget)
+                self._scheduler.share(sequence)
 
-    def _feed_together(self, lacking: list[Sequence]) -> int:
-        """Feed whole prompts in one pass, the shorter ones padded; give what that took of the budget.
+    def _in_turn(self, lacking: list[Sequence]) -> list[Sequence]:
+        """Put those that lack something in the order in which they are fed in this step."""
+        lacking.sort(key=lambda one: (one.priority, one.uncached, one.number))
+        self._oldest_first = len(lacking) > 1 and not self._oldest_first
+        if self._oldest_first:
+            oldest = min(lacking, key=lambda one: one.number)
+            lacking.remove(oldest)
+            lacking.insert(0, oldest)
+        return lacking
 
-        What a shorter row is fed beyond its prompt is not counted as cached, and so fed again before it is read.
+    def _fresh(self, lacking: list[Sequence]) -> list[Sequence]:
+        """Pick those of which nothing is cached yet, and one of those that could share what it computes."""
+        fresh: list[Sequence] = []
+        beginnings: set[bytes] = set()
+        for sequence in lacking:
+            beginning = self._scheduler.beginning(sequence)
+            if not sequence.cached and not _reports(sequence) and beginning not in beginnings:
+                fresh.append(sequence)
+                beginnings |= set() if beginning is None else {beginning}
+        return fresh
+
+    def _feed_together(self, wanted: list[Sequence], budget: int) -> int:
+        """Feed all that some sequences lack in one pass, the shorter ones padded; give what that took of the budget.
+
+        What a shorter row is fed beyond its text is not counted as cached, and so fed again before it is read.
         """
         group: list[Sequence] = []
-        for sequence in lacking:
-            if sequence.cached or _reports(sequence):
-                continue
+        for sequence in wanted:
             longest = max(one.uncached for one in [*group, sequence])
-            if longest * (len(group) + 1) > self._size:
+            if longest * (len(group) + 1) > budget:
                 break
             group.append(sequence)
         if len(group) < 2:
             return 0
-        longest = max(one.uncached for one in group)
-        rows = self._state.gather(group)
-        positions = torch.arange(longest, device=self._runner.device).expand(len(group), -1)
-        self._runner.feed(rows.tokens[:, :longest], positions, rows.tables, longest, None)
+        longest, begins = max(one.uncached for one in group), [one.cached for one in group]
+        rows, device = self._state.gather(group), self._runner.device
+        positions = upload(begins, device)[:, None] + torch.arange(longest, device=device)
+        positions = positions.clamp(max=self._state.tokens.shape[1] - 1)
+        tokens = rows.tokens.gather(1, positions.clamp(max=rows.tokens.shape[1] - 1))
+        self._runner.feed(tokens, positions, rows.tables, max(begins) + longest, None)
         for sequence in group:
             sequence.cached = len(sequence) - 1
+            self._scheduler.share(sequence)
         return longest * len(group)
 
     def _feed(self, sequence: Sequence, budget: int) -> int:

@@ -16,6 +16,7 @@ from outrider.config import Verification
 from outrider.kernels.choose import take
 from outrider.kernels.launch import uses_kernels
 from outrider.kernels.tail import accept_and_commit, pack_and_commit
+from outrider.model.kv_cache import TRASH_BLOCK
 from outrider.proposal import Acceptance, Proposal, Tree
 from outrider.sampling.choose import TokenLogprobs, barred, choose, distribution, logprobs
 from outrider.sampling.random import round_seeds
@@ -105,6 +106,9 @@ def propose(
     for share in plan.drafting:
         try:
             seen = rows.drafting(plan.verification.draws_guesses, share.members)
+            if not share.members:  # a row without guesses may lag: it must write nothing where others read
+                tables = seen.tables.where(plan.allowance[:, None] > 0, TRASH_BLOCK)
+                seen = replace(seen, tables=tables)
             part = share.drafter.propose(seen, plan.num_tokens)
             if part.parents is not None and plan.fixed_width:
                 raise ValueError("trees are not possible in exact mode: bits depend on where a path is kept")

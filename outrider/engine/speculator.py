@@ -133,9 +133,41 @@ class Speculator:
         drafters = {id(one): one for one in map(self._drafter_of, sequences) if one is not None}
         return all(drafter.device_side for drafter in drafters.values())
 
-    def _drafter_of(self, sequence: Sequence) -> Drafter | None:
+    def shares_blocks(self, sequence: Sequence) -> bool:
+        """Whether what drafts for a sequence allows that its first blocks are another's too."""
+        drafter = self._meant_for(sequence)
+        return drafter is None or drafter.shares_blocks
+
+    def kept(self, sequence: Sequence) -> tuple[Drafter | None, int]:
+        """Say what drafts for a sequence, and how many of its first tokens that one has cached."""
+        drafter = self._drafter_of(sequence)
+        if drafter is None or sequence.slot is None:
+            return None, 0
+        try:
+            return drafter, drafter.kept(sequence.slot)
+        except Exception as error:  # noqa: BLE001 - whatever a drafter does, requests go on
+            self.failed(drafter, error)
+            return None, 0
+
+    def adopt(self, sequence: Sequence, num_tokens: int) -> None:
+        """Tell what drafts for a sequence that so many of its first tokens are cached already."""
+        drafter = self._drafter_of(sequence)
+        if drafter is not None and sequence.slot is not None:
+            self._guarded(drafter, partial(drafter.adopt, sequence.slot, num_tokens))
+
+    def copy_blocks(self, sequence: Sequence, source: list[int], target: list[int]) -> None:
+        """Copy what target and draft keep in some blocks to others."""
+        self._runner.copy_blocks(source, target)
+        drafter = self._drafter_of(sequence)
+        if drafter is not None:
+            self._guarded(drafter, partial(drafter.copy_blocks, source, target))
+
+    def _meant_for(self, sequence: Sequence) -> Drafter | None:
         own: Drafter | None = sequence.request.drafter
-        drafter = own if own is not None else self.drafter
+        return own if own is not None else self.drafter
+
+    def _drafter_of(self, sequence: Sequence) -> Drafter | None:
+        drafter = self._meant_for(sequence)
         return None if drafter is None or self._failures.get(drafter, 0) >= MOST_FAILURES else drafter
 
     def _length(self, sequence: Sequence, num_rows: int) -> int:

@@ -133,9 +133,13 @@ class DeviceState:
 
     def extend(self, sequence: Sequence, blocks: Seq[int]) -> None:
         """Append blocks to a sequence's table."""
-        begin = len(sequence.blocks)
-        sequence.blocks.extend(blocks)
-        self.tables[sequence.slot, begin : begin + len(blocks)] = upload(blocks, self.device)
+        self.replace(sequence, len(sequence.blocks), blocks)
+
+    def replace(self, sequence: Sequence, begin: int, blocks: Seq[int]) -> None:
+        """Put other blocks into a sequence's table, from its block `begin` on."""
+        end = begin + len(blocks)
+        self.tables[sequence.slot, begin:end] = upload(blocks, self.device)
+        sequence.blocks[begin:end] = blocks
 
     def gather(self, sequences: Seq[Sequence], *, pad_to: int = 0, room: int = 0) -> Rows:
         """Gather the rows of some sequences, idle ones after them up to `pad_to`.

@@ -140,6 +140,10 @@ class BlockDraft:
         """Make the cache; a larger one that stands already is kept."""
         self._cache.allocate(num_blocks)
 
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what its cache keeps in some blocks to others, one by one."""
+        self._cache.copy_blocks(source, target)
+
     @torch.inference_mode()
     def keep(self, features: Tensor, places: Tensor, tables: Tensor) -> None:
         """Make keys and values of the target's features ``[B, T, hidden]`` at these places ``[B, T]``, and keep them.

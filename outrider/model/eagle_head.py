@@ -23,7 +23,7 @@ from outrider.model.head_cache import HeadCache
 from outrider.model.kv_cache import LayerShape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -129,6 +129,10 @@ class EagleHead:
     def allocate(self, num_blocks: int) -> None:
         """Make its cache; a larger one that stands already is kept."""
         self._cache.allocate(num_blocks)
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what its cache keeps in some blocks to others, one by one."""
+        self._cache.copy_blocks(source, target)
 
     @torch.inference_mode()
     def forward(

@@ -10,6 +10,8 @@ from outrider.model.kv_cache import KVCache, LayerShape
 from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 __all__ = ["HeadCache"]
@@ -43,6 +45,10 @@ class HeadCache:
         """Make it; a larger one that stands already is kept."""
         if self._made is None or self._made.num_blocks < num_blocks:
             self._made = KVCache(self._layers, num_blocks, self._dtype, self._device)
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what is kept in some blocks to others, one by one."""
+        self.made.copy_blocks(source, target)
 
     def step(
         self,

@@ -7,19 +7,23 @@ nothing at all: a cache's length is a number elsewhere, and what lies beyond it 
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.errors import CapacityError
 from outrider.kernels.attention import BLOCK_SIZE  # slots a block
 
-__all__ = ["BLOCK_SIZE", "NULL_BLOCK", "RESERVED", "TRASH_BLOCK", "BlockPool", "KVCache", "LayerShape", "blocks_for"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["BLOCK_SIZE", "NULL_BLOCK", "RESERVED", "TRASH_BLOCK", "KVCache", "LayerShape", "block_slots", "blocks_for"]
 
 NULL_BLOCK = 0  # always zeros: read in place of what must not be seen
 TRASH_BLOCK = 1  # never read for a result: written by positions that belong to nobody
 RESERVED = 2
+COPIED_TOGETHER = 64  # blocks: what is copied is held twice meanwhile
 
 
 @dataclass(frozen=True)
@@ -74,36 +78,25 @@ class KVCache:
         for pool in self._pools.values():
             pool.index_copy_(1, target, pool.index_select(1, source))
 
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what all layers keep in some blocks to others, one by one; none may be on both sides."""
+        device = self.keys[0].device
+        for slots in block_slots(source, target, device):
+            self.move(*slots)
+
     @staticmethod
     def bytes_per_slot(layers: list[LayerShape], dtype: torch.dtype) -> int:
         """Bytes that one token takes in all layers."""
         return sum(layer.width for layer in layers) * dtype.itemsize
 
 
-class BlockPool:
-    """Hands out block numbers, lowest first, so that a lone sequence gets neighbouring ones."""
-
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks <= RESERVED:
-            raise CapacityError(f"a pool of {num_blocks} blocks holds nothing; at least {RESERVED + 1} are needed")
-        self._free = list(range(RESERVED, num_blocks))
-        self.capacity = len(self._free)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody owns."""
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks, or None (and nothing) where there are too few."""
-        if count > len(self._free):
-            return None
-        return [heapq.heappop(self._free) for _ in range(count)]
-
-    def free(self, blocks: list[int]) -> None:
-        """Give blocks back."""
-        for block in blocks:
-            heapq.heappush(self._free, block)
+def block_slots(source: Sequence[int], target: Sequence[int], device: torch.device) -> Iterator[torch.Tensor]:
+    """Give the slots of blocks to copy and of those that they are copied to, ``[2, n]``, some blocks at a time."""
+    places = torch.arange(BLOCK_SIZE, device=device)
+    for begin in range(0, len(source), COPIED_TOGETHER):
+        part = slice(begin, begin + COPIED_TOGETHER)
+        blocks = torch.tensor([source[part], target[part]], device=device)
+        yield (blocks[..., None] * BLOCK_SIZE + places).flatten(1)
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -31,7 +31,7 @@ from outrider.model.head_cache import HeadCache
 from outrider.model.head_files import HeadFiles, head_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -105,6 +105,10 @@ class MtpHead:
     def allocate(self, num_blocks: int) -> None:
         """Make its cache; a larger one that stands already is kept."""
         self._cache.allocate(num_blocks)
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy what its cache keeps in some blocks to others, one by one."""
+        self._cache.copy_blocks(source, target)
 
     @torch.inference_mode()
     def forward(

@@ -14,7 +14,7 @@ from outrider.kernels.attention import slots_of
 from outrider.kernels.launch import uses_kernels
 from outrider.model.attention import Probe, Step, borrow, give_back
 from outrider.model.features import FeatureTap, feature_pool
-from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, LayerShape, blocks_for
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, LayerShape, block_slots, blocks_for
 from outrider.model.network import Network
 from outrider.model.paged import PagedStep
 
@@ -65,6 +65,9 @@ class Runner(Protocol):
 
     def keep_path(self, tables: torch.Tensor, starts: torch.Tensor, path: torch.Tensor) -> None:
         """Move what was kept of a tree's accepted nodes to the places that they now have in the text."""
+
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy all that is kept in some blocks to others, one by one."""
 
     def tune(self, passes: Sequence[tuple[int, int]]) -> None:
         """Make passes of (rows, tokens a row) as fast as they can be."""
@@ -214,6 +217,16 @@ class TorchRunner:
         depths = torch.arange(path.shape[1], device=path.device)
         source = slots_of(tables, starts[:, None] + path).flatten()
         target = slots_of(tables, starts[:, None] + depths).flatten()
+        self._move(source, target)
+
+    @torch.inference_mode()
+    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy all that is kept in some blocks to others, one by one; none may be on both sides."""
+        for slots in block_slots(source, target, self.device):
+            self._move(*slots)
+
+    def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy what is kept at slots ``[n]`` to others; all is read first."""
         self.cache.move(source, target)
         if self._features is not None:
             self._features.index_copy_(0, target, self._features.index_select(0, source))

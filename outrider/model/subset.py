@@ -54,6 +54,9 @@ class LayerSubsetRunner:
     def keep_path(self, *_: object) -> None:
         """Nothing: the target moves its own."""
 
+    def copy_blocks(self, *_: object) -> None:
+        """Nothing: the target copies its own."""
+
     def tune(self, passes: Sequence[tuple[int, int]]) -> None:
         """Make passes of (rows, tokens a row) as fast as they can be."""
         self._network.tune(passes)

@@ -99,6 +99,7 @@ class SamplingParams:
         speculative_model: An ``LLM`` to draft for this request alone, in place of the engine's own drafter.
         num_speculative_tokens: The draft length that goes with ``speculative_model``; the same as ``speculation=N``.
         skip_special_tokens: Leave special tokens out of the text (never out of the ids).
+        priority: Who is let in first where not all can run: lower first, and in order of arrival among equals.
 
     Raises:
         InvalidRequestError: A value is out of range; the message names field, value and allowed range.
@@ -129,6 +130,7 @@ class SamplingParams:
     speculative_model: Any = field(default=None, repr=False, compare=False)
     num_speculative_tokens: int | None = None
     skip_special_tokens: bool = True
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -157,6 +159,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
+        _whole("priority", self.priority, -(2**31), 2**31 - 1)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:

@@ -98,6 +98,7 @@ class Metrics:
     def finished(self, stats: SpeculationStats) -> None:
         """Count a text that has ended, however it did."""
         self.generated_tokens.inc(stats.tokens)
+        self.cached_tokens.inc(stats.cached_tokens)
         self.drafted.inc(stats.drafted)
         self.accepted.inc(stats.accepted)
         self.rounds.inc(stats.rounds)

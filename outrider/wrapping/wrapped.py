@@ -151,6 +151,7 @@ class WrappedModel:
             draft_device=None if assistant is None else assistant.device,
             max_model_len=need.context,
             max_num_seqs=need.rows,
+            enable_prefix_caching=False,  # the model is the caller's, who may train it between two calls
             prompt_lookup_max=need.lookup or 2,
             prompt_lookup_min=1,
         )

@@ -91,6 +91,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
     "grammar": {"grammar": Grammar.regex("[a-z]+( [a-z]+)*")},
     "prompt_logprobs": {"prompt_logprobs": 1},
+    "priority": {"priority": 3},
     "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {257: 100.0}},
 }
 OF_SPECULATION = {"speculation", "speculative_model", "num_speculative_tokens", "prediction"}
@@ -114,7 +115,14 @@ def test_E04_no_sampling_field_is_dropped_under_speculation() -> None:
     for drafter in (draft("noisy"), lookup(1, 3)):
         assert seen({"speculative_model": drafter, "num_speculative_tokens": 4}) == plain
     unchanged = llm.generate([PROMPTS[2]], SAMPLED)[0]
-    silent = {"ignore_eos", "logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty"}  # see E01
+    silent = {
+        "ignore_eos",
+        "logprobs",
+        "prompt_logprobs",
+        "presence_penalty",
+        "frequency_penalty",
+        "priority",
+    }  # see E01
     for name, done in zip(FIELDS, plain, strict=True):
         assert name in silent or len(done) > 1 or done[0][0] != unchanged.token_ids, f"{name} had no effect at all"
 

@@ -79,6 +79,8 @@ def test_a_chat_is_the_librarys_text_streamed_or_not(server: Local, plain: LLM) 
     assert [one["choices"][0]["finish_reason"] for one in events[:-1]].count("length") == 1
     assert all(one["object"] == "chat.completion.chunk" and one["usage"] is None for one in events[:-1])
     assert events[-1]["choices"] == []
+    assert events[-1]["usage"].pop("prompt_tokens_details")["cached_tokens"] > 0, "the same prompt a second time"
+    answer["usage"].pop("prompt_tokens_details")
     assert events[-1]["usage"] == answer["usage"]
 
 
