@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from outrider import LLM, CapacityError, ConfigError, Grammar, InvalidRequestError, SamplingParams, __version__
 from outrider.cli import app, chat, compare, console, show
 from outrider.cli.grammar import GrammarOptions
-from outrider.cli.options import ModelOptions, SamplingOptions, byte_count, token_biases
+from outrider.cli.options import ModelOptions, SamplingOptions
 from outrider.cli.spellings import plain_spelling
+from outrider.cli.values import byte_count, token_biases
 from outrider.engine.detokenizer import Detokenizer
 from tests.tiny import byte_tokenizer, save, tiny_draft, tiny_target
 

@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from outrider.cli.values import byte_count, token_biases
 from outrider.config import SpeculationConfig
-from outrider.errors import ConfigError, InvalidRequestError
+from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
 
-__all__ = ["ModelOptions", "SamplingOptions", "byte_count", "token_biases"]
+__all__ = ["ModelOptions", "SamplingOptions"]
 
 MODEL, DRAFTING, SAMPLING, STOPPING = "Model", "Drafting", "Sampling", "Stopping"
 LOOKUP_METHODS = ("ngram", "suffix")
 LOOKUP_TOKENS = 10  # guesses by lookup cost next to nothing to make, and a copied passage is often long
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def byte_count(text: str) -> int:
-    """Read "512MiB", "512M" (both 2**20 each), "512MB" (10**6 each) or a plain number of bytes.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*", text, re.IGNORECASE)
-    if match is None or (match[3].lower() == "i"):
-        raise ConfigError(f"--kv-cache-bytes must be a size such as 512MiB or 2G, got {text!r}")
-    base = 1000 if match[2] and match[3].lower() == "b" else 1024
-    return int(float(match[1]) * base ** _UNITS[match[2].lower()])
-
-
-def token_biases(pairs: list[str]) -> dict[int, float]:
-    """Read ``ID=VALUE`` pairs.
-
-    Raises:
-        InvalidRequestError: One is not of that form.
-    """
-    biases: dict[int, float] = {}
-    for pair in pairs:
-        token, _, amount = pair.partition("=")
-        try:
-            biases[int(token)] = float(amount)
-        except ValueError:
-            raise InvalidRequestError(f"--logit-bias must be ID=VALUE, such as 42=-1.5, got {pair!r}") from None
-    return biases
 
 
 @dataclass(frozen=True)
@@ -203,6 +173,14 @@ class ModelOptions:
         Option(help="Longest prompt and text together; also -c.", show_default="the model's", rich_help_panel=MODEL),
     ] = None
     max_num_seqs: Annotated[int, Option(help="Texts generated together at most.", rich_help_panel=MODEL)] = 16
+    enable_prefix_caching: Annotated[
+        bool,
+        Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Compute once what prompts have in common at their beginning.",
+            rich_help_panel=MODEL,
+        ),
+    ] = True
     kv_cache_bytes: Annotated[
         str | None,
         Option(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["MAX_LOGPROBS", "SamplingParams", "Speculation"]
 
 MAX_LOGPROBS = 100
+LARGEST = 2**31 - 1
 Speculation = Literal["auto", "off"] | int
 
 
@@ -27,10 +28,11 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
         raise InvalidRequestError(f"{name} must be in {brackets}, got {value!r}")
 
 
-def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Refuse what is not an integer of at least `low` (and at most `high`)."""
-    allowed = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+def _whole(name: str, value: object, low: int, high: int = LARGEST) -> None:
+    """Refuse what is not an integer of at least `low` (and at most `high`, which at last is what a table can hold)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or value > high:
+        too_large = isinstance(value, int) and value > high
+        allowed = f"an integer >= {low}" if high == LARGEST and not too_large else f"an integer in [{low}, {high}]"
         raise InvalidRequestError(f"{name} must be {allowed}, got {value!r}")
 
 
@@ -153,9 +155,9 @@ class SamplingParams:
         _whole("n", self.n, 1, 1024)
         _number("temperature", self.temperature, 0, 100)
         _number("top_p", self.top_p, 0, 1, low_open=True)
-        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _whole("top_k", self.top_k, -1)
         _number("min_p", self.min_p, 0, 1)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
@@ -163,7 +165,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            _whole("max_tokens", self.max_tokens, 0)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequestError(
                     f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens})"

@@ -104,7 +104,7 @@ class Ledger:
     def _cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache held: a prompt counts once, however many texts it has."""
         first = self.texts[:: self._n]
-        return sum(getattr(text.stats, "cached_tokens", 0) for text in first if text.stats is not None)
+        return sum(text.stats.cached_tokens for text in first if text.stats is not None)
 
 
 def _added(columns: list[tuple[int, ...]]) -> list[int]:

@@ -166,7 +166,6 @@ def test_a_request_that_waits_too_long_is_refused(llm: LLM) -> None:
     with local(llm, queue_seconds=0.2) as server:
         answers = server.together("/v1/completions", [long, long, TEXT])
         codes = [answer.status_code for answer in answers]
-        assert codes[0] == 200
         assert set(codes) == {200, 503}
         late = next(answer for answer in answers if answer.status_code == 503)
         assert late.json()["error"]["code"] == "server_overloaded"
