@@ -146,5 +146,6 @@ def write_tokenizer(folder: Path | str, vocab_size: int) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocab_size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
