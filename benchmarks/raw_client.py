@@ -48,29 +48,29 @@ class Answer:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events of a stream, without the mark at its end."""
-        blocks = self.body.decode(errors="replace").split("\n\n")
+        """The whole events of a stream, without the mark at its end; of an answer in one piece, that alone."""
+        if not self.body.startswith((b"data:", b"event:", b":")):
+            return [self.json] if isinstance(self.json, dict) else []
+        *blocks, _ = self.body.decode(errors="replace").split("\n\n")
         data = [line[6:] for block in blocks for line in block.splitlines() if line.startswith("data: ")]
         return [json.loads(one) for one in data if one != "[DONE]"]
 
     @property
     def text(self) -> str:
         """The text of a completion, streamed or not."""
-        found = self.events if self.body.startswith((b"data:", b"event:", b":")) else [self.json or {}]
-        return "".join(choice.get("text") or "" for one in found for choice in one.get("choices") or [])
+        return "".join(choice.get("text") or "" for one in self.events for choice in one.get("choices") or [])
 
     @property
     def endings(self) -> int:
         """How many events end the text: a reason to finish, or an error. One is right."""
-        found = self.events if self.body.startswith((b"data:", b"event:", b":")) else [self.json or {}]
+        found = self.events
         reasons = sum(bool(choice.get("finish_reason")) for one in found for choice in one.get("choices") or [])
         return reasons + sum("error" in one for one in found)
 
     @property
     def usage(self) -> dict[str, Any]:
         """What the server counted; empty where it told nothing."""
-        found = self.events if self.body.startswith((b"data:", b"event:", b":")) else [self.json or {}]
-        told = [one["usage"] for one in found if one.get("usage")]
+        told = [one["usage"] for one in self.events if one.get("usage")]
         return dict(told[-1]) if told else {}
 
 
@@ -138,7 +138,7 @@ async def _read(reader: asyncio.StreamReader, answer: Answer, began: float, cut:
             answer.whole = True
             break
         parts.append(piece)
-        seen += piece.count(b"data: ")
+        seen += piece.count(b"\n\n")
         if answer.first is None and b'"text":' in piece:
             answer.first = time.perf_counter() - began
     answer.body = b"".join(parts)

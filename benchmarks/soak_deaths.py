@@ -39,12 +39,14 @@ def kill(site: Site) -> None:
         seconds = time.perf_counter() - began
         site.record.setdefault("gone_seconds", []).append(seconds)
         if left or seconds > GONE_SECONDS:
-            site.verdicts.hold("kill", "children are gone within 2 s", False, turn=turn, left=left, seconds=seconds)
+            site.verdicts.hold("kill", f"children of death {turn + 1} are gone", False, left=left, seconds=seconds)
         site.outcomes["broken off"] += sum(not answer.whole for answer in answers)
         server.stop()
     server = site.start(port)
     site.ready(server)
     asyncio.run(_witness(site, server))
+    gone = max(site.record["gone_seconds"])
+    site.verdicts.hold("kill", f"children are gone within {GONE_SECONDS} s", gone <= GONE_SECONDS, longest=gone)
     site.verdicts.hold("kill", "every server came up again on the same port", True, times=count)
     server.stop()
 
