@@ -21,6 +21,7 @@ __all__ = ["damaged", "fuzz"]
 
 TOKENS = 16
 SLOW_SECONDS = 30.0
+WARM_UP = 400
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3 w4 w5"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
 COMMON = {"model": "target", "temperature": 0.7, "top_p": 0.9, "seed": 7, "n": 2, "stop": ["w9"], "max_tokens": 8}
@@ -148,8 +149,9 @@ def fuzz(site: Site) -> None:
                     await one(number)
                     site.progress(f"case {number + 1} of {count}", number)
 
-            for number in range(200):
-                await ask(server.port, site.body(number, TOKENS))
+            for _ in range(WARM_UP):  # what is loaded on first use, threads among it, is there then
+                path, body = damaged(draws)
+                await ask(server.port, body, path=path, seconds=SLOW_SECONDS)
             before = reading(server.process.pid)
             async with Pulse(server.port) as pulse:
                 await asyncio.gather(*(client() for _ in range(8)))

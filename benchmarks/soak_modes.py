@@ -236,7 +236,7 @@ def _judge_overload(
 
 
 async def _warmed(site: Site, server: ServerProcess) -> None:
-    for _ in range(4):
+    for _ in range(2):
         answers = [ask(server.port, site.body(number, 4 * TOKENS, stream=number % 2 > 0)) for number in range(WARM_UP)]
         await asyncio.gather(*answers)
 
