@@ -9,7 +9,7 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.gpu_machine import end
@@ -35,23 +35,24 @@ class Workload:
     """What is asked.
 
     Attributes:
-        prompts: Token ids, given in turn.
-        numbered: Makes the prompt of a request unlike all others, so that no engine finds it in a cache.
-        long: The prompt that arrives while streams run.
+        short, long: Make the prompt of a number, token ids: no two begin alike, so that no engine finds one in a cache.
+            The long ones arrive while streams run.
         tokens: New tokens a request.
         saying: What a synthetic target says; None of a real one.
     """
 
-    prompts: list[list[int]]
-    numbered: Callable[[int, list[int]], list[int]]
-    long: list[int]
+    short: Callable[[int], list[int]]
+    long: Callable[[int], list[int]]
     tokens: int
     saying: Saying | None = None
+    _firsts: dict[tuple[Any, ...], int] = field(default_factory=lambda: {(): 0})
 
-    def asked(self, requests: int, kind: str, repeat: int) -> list[list[int]]:
-        """Give a cell's prompts: the same for every engine, others for each kind of speculation and each repeat."""
-        first = 10_000 * (2 * repeat + (kind == "auto"))
-        return [self.numbered(first + place, self.prompts[place % len(self.prompts)]) for place in range(requests)]
+    def asked(self, requests: int, *cell: Any) -> list[list[int]]:
+        """Give a cell's prompts: the same for every engine, and of no other cell."""
+        if cell not in self._firsts:
+            self._firsts[cell] = self._firsts[()]
+            self._firsts[()] += requests
+        return [self.short(self._firsts[cell] + place) for place in range(requests)]
 
     def wrong(self, prompts: Sequence[list[int]], replies: Sequence[Reply]) -> int | None:
         """Count tokens that a synthetic target would not have said."""
@@ -134,9 +135,9 @@ class Served:
         replies, seconds = asyncio.run(closed_loop(self.url, bodies, clients))
         return figures(replies, seconds) | _checked(replies, workload, asked)
 
-    async def interference(self, workload: Workload, kind: str, streams: int, length: int) -> dict[str, Any]:
-        """Let streams run, send a prompt of `length` tokens once all of them do (0: none), and see how they fare."""
-        prompts = workload.asked(streams, kind, 90 + bool(length))
+    async def interference(self, workload: Workload, kind: str, streams: int, long: list[int]) -> dict[str, Any]:
+        """Let streams run, send a long prompt once all of them do (empty: none), and see how they fare."""
+        prompts = workload.asked(streams, "interference", kind, bool(long))
         seen: set[int] = set()
         all_run = asyncio.Event()
 
@@ -150,10 +151,11 @@ class Served:
             bodies = [self.body(prompt, kind, STREAM_TOKENS * workload.tokens) for prompt in prompts]
             running = [asyncio.ensure_future(streamed(client, body, on_chunk=noted)) for body in bodies]
             done = asyncio.gather(*running)
-            await asyncio.wait((asyncio.ensure_future(all_run.wait()), done), return_when=asyncio.FIRST_COMPLETED)
+            started = asyncio.ensure_future(all_run.wait())
+            await asyncio.wait((started, done), return_when=asyncio.FIRST_COMPLETED)
             began, first = time.perf_counter(), None
-            if length:
-                first = (await streamed(client, self.body(workload.long[:length], kind, 1))).first
+            if long:
+                first = (await streamed(client, self.body(long, kind, 1))).first
             replies = await done
         gaps = [
             later - earlier
@@ -162,8 +164,8 @@ class Served:
             if later >= began
         ]
         return {
-            "streams": streams, "prompt": length, "gap_p50": percentile(gaps, 0.5), "gap_p99": percentile(gaps, 0.99),
-            "longest": max(gaps, default=None), "gaps": len(gaps), "first_token": first,
+            "streams": streams, "prompt": len(long), "gap_p50": percentile(gaps, 0.5),
+            "gap_p99": percentile(gaps, 0.99), "longest": max(gaps, default=None), "gaps": len(gaps), "first_token": first,
             "failed": [reply.error for reply in replies if not reply.fine],
         }  # fmt: skip
 

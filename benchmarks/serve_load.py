@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
@@ -49,9 +50,12 @@ from benchmarks.load_figures import (  # noqa: E402
 from benchmarks.load_servers import our_server, peer_server, write_tokenizer  # noqa: E402
 from benchmarks.stages import StagedRun  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
+from outrider.bench.saying import STRETCH  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from outrider.bench.saying import Saying
 
 FULL: dict[str, Any] = {
     "clients": [1, 4, 16, 64], "tokens": 64, "repeats": 3, "requests": 14, "max_num_seqs": 16, "long_prompt": 4096,
@@ -62,7 +66,8 @@ QUICK: dict[str, Any] = FULL | {
     "clients": [1, 4], "tokens": 16, "repeats": 1, "requests": 2, "max_num_seqs": 4, "long_prompt": 600, "streams": 2,
 }  # fmt: skip
 READY_SECONDS = 400
-CONTEXT = 200  # tokens of a pair's prompts
+CONTEXT = 200  # tokens of a pair's prompts, at least
+KINDS = (PLAIN, SPECULATIVE)
 
 
 def main() -> None:
@@ -103,8 +108,12 @@ class Run(StagedRun):
             return list(tokenizer(f"{number}\n", add_special_tokens=False).input_ids) + ids
 
         self.model = [str(setting.folder)]
-        long = ([token for ids in prompts for token in ids] * 40)[: self.options.long_prompt]
-        return Workload(prompts, numbered, long, self.options.tokens)
+        text = [token for ids in prompts for token in ids] * 40
+        return Workload(
+            lambda number: numbered(number, prompts[number % len(prompts)]),
+            lambda number: numbered(number, text)[: self.options.long_prompt],
+            self.options.tokens,
+        )
 
     def _pair(self) -> Workload:
         options = self.options
@@ -114,7 +123,7 @@ class Run(StagedRun):
             "seed": options.seed,
             "agreements": [options.agreement],
         }
-        job |= {"contexts": [CONTEXT, options.long_prompt], "num_prompts": 256}
+        job |= {"contexts": [], "num_prompts": 2}
         facts: dict[str, Any] = {}
         for line in self._stage("setup", "pair and bandwidth", job, needed=0):
             facts |= line
@@ -127,14 +136,9 @@ class Run(StagedRun):
             write_tokenizer(folder, read_facts(folder)["shape"].vocab)
         self.record |= {name: facts[name] for name in ("card", "weights", "pair_seconds")}
         self.model = [target, "--speculative-model", draft, "--num-speculative-tokens", str(options.lookahead)]
-        few, long = (
-            json.loads((self.work / f"prompts-{context}.json").read_text())
-            for context in (CONTEXT, options.long_prompt)
-        )
-        # Every prompt is another stretch of the cycle: none needs a number to be unlike the others.
-        return Workload(
-            few, lambda number, _: few[number % len(few)], long[0], options.tokens, open_pair(target, draft).saying
-        )
+        saying = open_pair(target, draft).saying
+        short, long = (partial(_stretch, saying, length) for length in (CONTEXT, options.long_prompt))
+        return Workload(short, long, options.tokens, saying)
 
     def _groups(self) -> list[list[Contestant]]:
         """Give who takes turns with whom: on a CPU all do, on a card each engine is there alone."""
@@ -207,7 +211,7 @@ class Run(StagedRun):
             self.record["skipped"].append({"stage": label, "reason": "out of time"})
             return
         requests = max(self.options.requests, 2 * clients) if repeat else clients
-        asked = workload.asked(requests, kind, repeat)
+        asked = workload.asked(requests, kind, clients, repeat)
 
         def measured() -> None:
             found = one.measured(asked, kind, clients, workload)
@@ -219,8 +223,8 @@ class Run(StagedRun):
         self._tried(one.name, label, measured)
 
     def _meet(self, one: Served, kind: str, workload: Workload) -> None:
-        for length in (0, len(workload.long)):
-            found = asyncio.run(one.interference(workload, kind, self.options.streams, length))
+        for long in ([], workload.long(KINDS.index(kind))):
+            found = asyncio.run(one.interference(workload, kind, self.options.streams, long))
             self.record["interference"].append({"engine": one.name, "speculation": kind} | found)
 
     def _tried(self, name: str, label: str, work: Any) -> bool:
@@ -244,6 +248,14 @@ class Run(StagedRun):
             self.console.print(f"left out or failed: {one}", style="yellow", markup=False)
         path = self._keep()
         self.console.print(f"Record: {path} ({self.record['seconds']:.0f} s)", soft_wrap=True)
+
+
+def _stretch(saying: Saying, length: int, number: int) -> list[int]:
+    """Give a stretch of the cycle of `length` tokens or some more: each number's begins elsewhere."""
+    ends = max(1, len(saying.cycle) // STRETCH)
+    steps = torch.arange(-length - number // ends, 0)
+    found: list[int] = saying.cycle[(number % ends * STRETCH + steps) % len(saying.cycle)].tolist()
+    return found
 
 
 def _cpu_slug() -> str:

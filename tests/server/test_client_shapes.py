@@ -139,7 +139,11 @@ def test_a_schema_that_is_none_is_refused(client: openai.OpenAI) -> None:
     wrong: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(response_format=wrong, **asked())
-    assert caught.value.param == "response_format.json_schema.schema"
+    assert caught.value.param == "response_format"
+    broken: Any = {"type": "function", "function": {"name": "x", "parameters": {"type": "no such type"}}}
+    with pytest.raises(openai.BadRequestError) as tools:
+        client.chat.completions.create(tools=[broken], tool_choice="required", **asked())
+    assert tools.value.param == "tools"
     unknown: Any = {"type": "function", "function": {"name": "nobody"}}
     with pytest.raises(openai.BadRequestError) as missing:
         client.chat.completions.create(tools=TOOLS, tool_choice=unknown, **asked())
@@ -152,12 +156,12 @@ def test_langchain_gives_structured_output(server: Running, method: Any) -> None
 
     arguments: dict[str, Any] = {"base_url": server.url + "/v1", "api_key": "any", "max_retries": 0}
     chat = ChatOpenAI(model=NAME, temperature=0, max_tokens=200, **arguments)
-    assert isinstance(chat.with_structured_output(Person, method=method).invoke("Who?"), Person)
+    assert isinstance(chat.with_structured_output(Person, method=method, strict=True).invoke("Who?"), Person)
 
     async def later() -> Any:
         async with openai.DefaultAsyncHttpxClient() as http:  # LangChain's own is never closed
             one = ChatOpenAI(model=NAME, temperature=0, max_tokens=200, http_async_client=http, **arguments)
-            return await one.with_structured_output(Person, method=method).ainvoke("Who?")
+            return await one.with_structured_output(Person, method=method, strict=True).ainvoke("Who?")
 
     assert isinstance(asyncio.run(later()), Person)
 
@@ -167,7 +171,7 @@ def test_langchain_binds_tools(server: Running) -> None:
 
     arguments: dict[str, Any] = {"base_url": server.url + "/v1", "api_key": "any", "max_retries": 0}
     chat = ChatOpenAI(model=NAME, temperature=0, max_tokens=200, **arguments)
-    bound = chat.bind_tools([Weather], tool_choice="Weather", parallel_tool_calls=False)
+    bound = chat.bind_tools([Weather], tool_choice="Weather", parallel_tool_calls=False, strict=True)
     answer = bound.invoke("How is it?")
     gathered: Any = None
     for piece in bound.stream("How is it?"):
