@@ -165,8 +165,8 @@ class Served:
         ]
         return {
             "streams": streams, "prompt": len(long), "gap_p50": percentile(gaps, 0.5),
-            "gap_p99": percentile(gaps, 0.99), "longest": max(gaps, default=None), "gaps": len(gaps), "first_token": first,
-            "failed": [reply.error for reply in replies if not reply.fine],
+            "gap_p99": percentile(gaps, 0.99), "longest": max(gaps, default=None), "gaps": len(gaps),
+            "first_token": first, "failed": [reply.error for reply in replies if not reply.fine],
         }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ SLOW_SECONDS = 30.0
 WARM_UP = 400
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3 w4 w5"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
+SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"]}}
 COMMON = {"model": "target", "temperature": 0.7, "top_p": 0.9, "seed": 7, "n": 2, "stop": ["w9"], "max_tokens": 8}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 CHAT = COMMON | {"messages": MESSAGES}
@@ -34,6 +35,8 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, **STREAM}),
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "auto", "min_tokens": 2}),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "text"}, "presence_penalty": 1}),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}),
+    ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema", "json_schema": SCHEMA}}),
     ("/v1/responses", {"input": "w1 w2", "instructions": "w3", "max_output_tokens": 8, "top_p": 0.5}),
     ("/v1/responses", {"input": [{"role": "user", "content": "w1"}], "stream": True, "max_output_tokens": 8}),
     ("/tokenize", {"prompt": "w1 w2", "add_special_tokens": True}),
