@@ -21,7 +21,7 @@ __all__ = ["damaged", "fuzz"]
 
 TOKENS = 16
 SLOW_SECONDS = 30.0
-WARM_UP = 400
+WARM_UP = 2000
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3 w4 w5"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}
 SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"]}}
@@ -144,7 +144,7 @@ def fuzz(site: Site) -> None:
             site.outcomes[answer.error.split(":")[0] or str(answer.status)] += 1
             _judge(site, path, body, answer)
 
-        async def all_of_them() -> None:
+        async def cases(count: int) -> None:
             numbers = iter(range(count))
 
             async def client() -> None:
@@ -152,12 +152,13 @@ def fuzz(site: Site) -> None:
                     await one(number)
                     site.progress(f"case {number + 1} of {count}", number)
 
-            for _ in range(WARM_UP):  # what is loaded on first use, threads among it, is there then
-                path, body = damaged(draws)
-                await ask(server.port, body, path=path, seconds=SLOW_SECONDS)
+            await asyncio.gather(*(client() for _ in range(8)))
+
+        async def all_of_them() -> None:
+            await cases(WARM_UP)  # what is loaded on first use and kept, within bounds, is there then
             before = reading(server.process.pid)
             async with Pulse(server.port) as pulse:
-                await asyncio.gather(*(client() for _ in range(8)))
+                await cases(count)
             quiet(server, site.verdicts, "after all cases")
             pulse.judge(site.verdicts)
             back(before, reading(server.process.pid), site.verdicts, "after all cases")

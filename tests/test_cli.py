@@ -435,15 +435,16 @@ def test_ctrl_c_counts_even_where_clearing_up_fails() -> None:
 
 
 def test_a_fault_is_logged_with_its_place_but_not_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "some of a prompt"
     with console.reported(show_traceback=False):
         try:
-            raise RuntimeError(" ".join(["some", "of", "a", "prompt"]))
+            raise RuntimeError(words)
         except RuntimeError:
             logging.getLogger("outrider").exception("a request failed")
     told = capsys.readouterr().err
     assert told.startswith("error: a request failed\n") and told.endswith("RuntimeError\n")
     assert "test_cli.py" in told
-    assert "of a prompt" not in told
+    assert words not in told
 
 
 @pytest.mark.filterwarnings("default")
