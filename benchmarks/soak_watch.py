@@ -125,7 +125,7 @@ class Pulse:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._process is not None
-        told, _nothing = await self._process.communicate()
+        told, _nothing = await self._process.communicate(b"")
         self._found = json.loads(told or '{"seconds": [], "failures": ["the probe ended"]}')
 
     def judge(self, verdicts: Verdicts) -> None:

@@ -15,7 +15,7 @@ from benchmarks.load_client import Reply, closed_loop, figures, percentile
 from benchmarks.load_figures import OFFLINE, OURS, PEER, goals, goals_table, interference_table, load_table, paired
 from benchmarks.raw_client import Answer, ask
 from benchmarks.soak_fuzz import damaged
-from benchmarks.soak_watch import Verdicts, back, group_members, reading, slope
+from benchmarks.soak_watch import Pulse, Verdicts, back, group_members, reading, slope
 
 
 def cell(engine, speculation, clients, rate, repeat=1, failed=()):
@@ -173,6 +173,28 @@ def test_a_whole_answer_is_read_as_a_stream_is():
 
 
 # --- what long runs watch
+
+
+def test_live_is_asked_until_the_run_ends():
+    async def work(port):
+        async with Pulse(port) as pulse:
+            await asyncio.sleep(1)
+        return pulse
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def beside():
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            return await work(server.sockets[0].getsockname()[1])
+
+    verdicts = Verdicts()
+    asyncio.run(beside()).judge(verdicts)
+    (told,) = verdicts.all
+    assert told["oracle"] == "O5" and told["seen"]["probes"] > 0 and not told["seen"]["failures"]
 
 
 def test_a_slope_is_that_of_the_line_through_the_samples():
