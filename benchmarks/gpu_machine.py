@@ -11,7 +11,7 @@ import tempfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import argparse
@@ -63,7 +63,7 @@ def has_compiled_kernels(folder: str | None) -> bool:
     return triton.is_dir() and any(triton.iterdir())
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def end(child: subprocess.Popen[Any]) -> None:
     """End what is left of a process and of those that it started, so that the card's memory is free."""
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

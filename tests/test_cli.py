@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -431,6 +432,19 @@ def test_ctrl_c_counts_even_where_clearing_up_fails() -> None:
         finally:
             [].remove(1)
     assert left.value.exit_code == 130
+
+
+def test_a_fault_is_logged_with_its_place_but_not_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "some of a prompt"
+    with console.reported(show_traceback=False):
+        try:
+            raise RuntimeError(words)
+        except RuntimeError:
+            logging.getLogger("outrider").exception("a request failed")
+    told = capsys.readouterr().err
+    assert told.startswith("error: a request failed\n") and told.endswith("RuntimeError\n")
+    assert "test_cli.py" in told
+    assert words not in told
 
 
 @pytest.mark.filterwarnings("default")

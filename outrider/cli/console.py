@@ -66,6 +66,10 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"{record.levelname.lower()}: {record.getMessage()}")
+        if record.exc_info and record.exc_info[0] is not None:
+            # Where it arose, but not its message, which may hold some of a prompt.
+            kind, _, place = record.exc_info
+            say("".join(traceback.format_tb(place)) + kind.__name__)
 
 
 @contextmanager

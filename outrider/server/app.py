@@ -78,8 +78,11 @@ def make_app(service: Service) -> Any:
     return gated
 
 
-def _answered(_: Request, error: Exception) -> Response:
-    """Turn whatever was raised into an answer, which never shows more than it should."""
+async def _answered(_: Request, error: Exception) -> Response:
+    """Turn whatever was raised into an answer, which never shows more than it should.
+
+    A coroutine, since Starlette would give a plain function a thread for each refusal, just when there is no time.
+    """
     if isinstance(error, ClientGoneError):
         return Response(status_code=499)
     if isinstance(error, RequestValidationError):

@@ -22,6 +22,7 @@ SHARED = (
     "frequency_penalty", "repetition_penalty", "bad_words", "stop_token_ids", "include_stop_str_in_output",
     "skip_special_tokens", "n", "priority",
 )  # fmt: skip
+GRAMMARS = {"json_schema": "response_format", "lark": "tools"}  # what a client sent that became a grammar of this kind
 LOOKUP = "ngram"  # a request may ask for it whatever the server drafts with: it needs nothing but the text
 
 
@@ -129,8 +130,10 @@ def _check_bounds(asked: Generation, settings: ServerSettings, logprobs: int | N
 
 def field_of(message: str) -> str | None:
     """Name the field that a message of the library begins with."""
-    known = (*SHARED, "logit_bias", "stop", "max_tokens", "logprobs", "speculation", "prediction", "prompt", "grammar")
+    known = (*SHARED, "logit_bias", "stop", "max_tokens", "logprobs", "speculation", "prediction", "prompt")
     for word in re.findall(r"[a-z_]+", message)[:4]:
         if word in known:
             return str(word)
+        if word in GRAMMARS:
+            return GRAMMARS[word]
     return None

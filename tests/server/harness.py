@@ -54,11 +54,11 @@ class Running:
     def metric(self, name: str) -> float:
         return metric(self.get("/metrics").text, name)
 
-    def idle(self, seconds: float = 10.0) -> bool:
+    def idle(self, seconds: float = 10.0, **more: Any) -> bool:
         """Whether all is quiet, and no block of the cache is held (waiting some time for it)."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            text = self.get("/metrics").text
+            text = self.get("/metrics", **more).text
             names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
             if not any(metric(text, f"outrider_{name}") for name in names):
                 return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -232,6 +233,13 @@ def test_mixed_good_and_bad_requests_do_not_touch_each_other(server: Local) -> N
     answers = server.together("/v1/completions", bodies)
     assert [answer.status_code for answer in answers] == [200, 400, 400, 200, 400, 200]
     assert len({answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200}) == 1
+
+
+def test_refusals_take_no_threads(server: Local) -> None:
+    """A thread for each of them would be a burst of threads just when there is no room."""
+    answers = server.together("/v1/completions", [{**TEXT, "n": 99}] * 64)
+    assert {answer.status_code for answer in answers} == {400}
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("AnyIO")]
 
 
 def test_a_template_that_never_ends_costs_its_own_request_alone(tmp_path: Any) -> None:
