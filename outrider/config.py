@@ -268,7 +268,8 @@ class EngineConfig:
         gpu_memory_utilization: Share of a CUDA card's memory to use in all, (0, 1].
         kv_cache_bytes: Memory for keys and values; None: on CUDA what the share above leaves, on a CPU up to a
             quarter of the free memory.
-        prefill_chunk_size: Prompt tokens fed between two rounds.
+        prefill_chunk_size: Prompt tokens fed between two rounds; a quarter of it, but not below 64, while others decode
+            (in exact mode always all of it).
         exact: Rounds of one fixed shape, so that speculation cannot change even the last bit.
         seed: Fixes the seeds of requests that bring none.
         prefix_caching: Keep the cache of texts that ended, and let requests that begin in the same way start from it.

@@ -104,7 +104,7 @@ def test_whoever_finds_k_others_waiting_is_among_the_next_few_that_are_let_in(se
 
 def test_a_priority_must_be_a_number() -> None:
     for wrong in ("high", 0.5, True, 2**40):
-        with pytest.raises(InvalidRequestError, match="priority must be an integer in"):
+        with pytest.raises(InvalidRequestError, match="priority must be an integer"):
             SamplingParams(priority=wrong)  # type: ignore[arg-type]
 
 

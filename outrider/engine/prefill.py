@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["PromptFeeder"]
 
 NARROW = MAX_DRAFT_TOKENS + 1  # tokens a row that pass for a round's: kernels then let rows begin anywhere
+LEAST_CHUNK = 64  # tokens of a prompt that are worth a pass of their own
 PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
 
 
@@ -30,6 +31,8 @@ class PromptFeeder:
     The most important go first, and among equals those that lack least: a short prompt does not wait for a long one.
     Every second step begins with whoever came first, so that a long prompt is read, too, however many short ones come.
 
+    A quarter of a chunk is read at a time while others decode: they wait for it, and a smaller pass costs little more.
+
     On a card, short prompts that arrive together share a pass: it costs as much as one of them alone. Of those that
     begin alike one is fed first, and the others take over what it has computed. In exact mode
     each is fed by itself, in chunks whose borders depend on the prompt alone.
@@ -38,11 +41,15 @@ class PromptFeeder:
     def __init__(self, runner: Runner, state: DeviceState, config: EngineConfig, scheduler: Scheduler) -> None:
         self._runner, self._state, self._scheduler = runner, state, scheduler
         self._oldest_first = False
-        self._size = config.prefill_chunk_size
+        self._size = self._longest = self._shorter = config.prefill_chunk_size
+        if not config.exact:
+            self._shorter = min(self._longest, max(self._longest // 4, LEAST_CHUNK))
         self._together = runner.device.type == "cuda" and not config.exact
 
     def feed(self, running: list[Sequence]) -> None:
-        """Feed one step's worth of what the target's cache lacks."""
+        """Feed one step's worth of what the target's cache lacks: less where somebody waits for the round after it."""
+        waited_for = any(sequence.uncached == 0 for sequence in running)
+        self._size = self._shorter if waited_for else self._longest
         budget = self._size
         lacking = self._in_turn([sequence for sequence in running if sequence.uncached > 0])
         if self._together:
@@ -105,7 +112,7 @@ class PromptFeeder:
         return longest * len(group)
 
     def _feed(self, sequence: Sequence, budget: int) -> int:
-        """Feed one chunk. Chunks end at multiples of the chunk size, so their shape depends on the prompt alone."""
+        """Feed one chunk. Chunks end at multiples of their size: in exact mode shapes depend on the prompt alone."""
         size, begin = self._size, sequence.cached
         end = min(len(sequence) - 1, (begin // size + 1) * size)
         if end - begin > budget and budget < size:

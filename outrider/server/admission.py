@@ -61,6 +61,15 @@ class Admission:
         self.waiting_tokens = 0
         self.draining = False
 
+    @property
+    def full(self) -> bool:
+        """Whether not even one more text can be let in."""
+        return self.places >= self._most
+
+    def refuse(self) -> ApiError:
+        """Give the refusal of a full server."""
+        return overloaded(f"{self.places} texts are under way, and {self._most} is the most; try again later")
+
     def enter(self, key: str, places: int) -> Ticket:
         """Take places for `places` texts.
 
@@ -78,7 +87,7 @@ class Admission:
                 retry_after=1,
             )
         if self.places + places > self._most:
-            raise overloaded(f"{self.places} texts are under way, and {self._most} is the most; try again later")
+            raise self.refuse()
         self.places += places
         self._by_key[key] += places
         return Ticket(self, key, places)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["OPEN_PATHS", "Gate"]
 
 OPEN_PATHS = ("/live", "/ready")  # without a key: probes have none, and they tell nothing
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 WHILE_DRAINING = (*OPEN_PATHS, "/health", "/metrics")
 LINGER_SECONDS = 1.0
 PORT = re.compile(r":\d+$")
@@ -51,18 +52,21 @@ class Gate:
         """Check one request, and pass it on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        sent = _Sent(send)
+        sent, unread = _Sent(send), scope["method"] in ("POST", "PUT", "PATCH", "DELETE")
         try:
             headers = self._head(scope)
-            if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
-                receive = _replayed(await self._body(headers, receive), receive)
+            if unread:
+                body = await self._body(headers, receive)
+                unread = False
+                receive = _replayed(body, receive)
+                if _depth(body) > self._settings.max_json_depth:
+                    most = self._settings.max_json_depth
+                    raise invalid(f"the body nests deeper than {most}; flatten it", code="too_deep")
             await self._app(scope, receive, sent)
         except ApiError as error:
-            if error.status == 413:
-                await _thrown_away(receive, self._settings.max_body_bytes)
+            rest = unread and not await _thrown_away(receive, self._settings.max_body_bytes)
             if not sent.began:
-                # What is left of the body was not read, so the connection cannot be used again.
-                await refuse(error, sent, close=self._service.draining or scope["method"] == "POST")
+                await refuse(error, sent, close=self._service.draining or rest)
         except ClientGoneError:
             pass
         except Exception:  # noqa: BLE001 - logged and answered already; a request's fault is not the server's
@@ -83,6 +87,10 @@ class Gate:
         scope.setdefault("state", {})["key"] = "" if path in OPEN_PATHS else self._key(headers)
         if self._service.draining and path not in WHILE_DRAINING:
             raise draining()
+        admission = self._service.admission
+        if admission is not None and admission.full and path in GENERATING:
+            self._service.metrics.refused.labels("server_overloaded").inc()
+            raise admission.refuse()  # before the body is read: refusing must cost nothing
         return headers
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
@@ -131,10 +139,7 @@ class Gate:
                 raise _too_large(most)
             if not message.get("more_body"):
                 break
-        body = b"".join(parts)
-        if _depth(body) > self._settings.max_json_depth:
-            raise invalid(f"the body nests deeper than {self._settings.max_json_depth}; flatten it", code="too_deep")
-        return body
+        return b"".join(parts)
 
 
 class _Sent:
@@ -178,17 +183,21 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return read
 
 
-async def _thrown_away(receive: Receive, most: int) -> None:
-    """Read some more of what is not wanted: a client that is still sending would not read the answer."""
+async def _thrown_away(receive: Receive, most: int) -> bool:
+    """Read on what is not wanted, within bounds: a client that is still sending would not read the answer.
+
+    Gives whether that was all of it, so that the connection can be used again.
+    """
     try:
         async with asyncio.timeout(LINGER_SECONDS):
             while most > 0:
                 message = await receive()
                 most -= len(message.get("body", b""))
                 if not message.get("more_body"):
-                    return
+                    return bool(message["type"] == "http.request")
     except TimeoutError:
         pass
+    return False
 
 
 def _too_large(most: int) -> ApiError:
