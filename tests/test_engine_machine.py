@@ -342,11 +342,11 @@ class ExactMachine(EngineMachine):
 
 
 quick = settings(
-    max_examples=60, stateful_step_count=50, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=50, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 EngineMachine.TestCase.settings = quick
-PlainMachine.TestCase.settings = settings(quick, max_examples=25)
-LaggingMachine.TestCase.settings = settings(quick, max_examples=25)
+PlainMachine.TestCase.settings = settings(quick, max_examples=15)
+LaggingMachine.TestCase.settings = settings(quick, max_examples=15)
 ExactMachine.TestCase.settings = settings(quick, max_examples=15)
 TestDraftedEngine = EngineMachine.TestCase
 TestPlainEngine = PlainMachine.TestCase
