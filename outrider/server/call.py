@@ -69,13 +69,13 @@ class Call:
         """Tokens of all its prompts."""
         return sum(len(job.request.prompt_token_ids) for job in self.jobs)
 
-    async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
-        """Give (place of the job, chunk) until all texts have ended.
+    async def chunks(self, seconds: float | None = None) -> AsyncIterator[tuple[int, StreamChunk]]:
+        """Give (place of the job, chunk) until all texts have ended, within `seconds`, else the server's deadline.
 
         Raises:
             ApiError: It was refused, failed, or took too long.
         """
-        seconds = self._service.settings.deadline_seconds
+        seconds = self._service.settings.deadline_seconds if seconds is None else seconds
         clock = asyncio.get_running_loop().time
         deadline = clock() + seconds
         open_texts = sum(len(job.sequences) for job in self.jobs)

@@ -34,6 +34,7 @@ __all__ = ["Model", "Service"]
 
 logger = logging.getLogger("outrider")
 READY_BEAT_SECONDS = 10.0
+SELF_TEST_SECONDS = 300.0  # the first passes of a large model may compile what later ones find
 
 
 class Model:
@@ -97,7 +98,7 @@ class Service:
         assert self.admission is not None
         call = await self._opened(model, self.admission.enter("", 1), [[0]], params, None)
         try:
-            async for _ in call.chunks():
+            async for _ in call.chunks(SELF_TEST_SECONDS):
                 pass
         finally:
             call.close()

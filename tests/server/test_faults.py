@@ -43,11 +43,16 @@ def text_of(answer: Any) -> str:
 
 
 def quiet(server: Local) -> bool:
-    """O2: no block is held and nobody waits, within two seconds."""
-    end = time.monotonic() + 2
+    """O2: no block is held and nobody waits, soon."""
+    names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+    return soon(lambda: not any(server.metric(f"outrider_{name}") for name in names))
+
+
+def soon(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether something holds before long: the machine may have other work."""
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
-        names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
-        if not any(server.metric(f"outrider_{name}") for name in names):
+        if holds():
             return True
         time.sleep(0.05)
     return False
@@ -116,7 +121,7 @@ def test_a_drafter_that_fails_costs_its_guesses_alone(expected: str, fault: str)
         assert drafter.calls
         if fault == "always raises":
             assert server.get("/ready").json() == {"status": "degraded"}
-            assert server.metric("outrider_speculation_degraded") == 1
+            assert soon(lambda: server.metric("outrider_speculation_degraded") == 1)
         assert quiet(server)
 
 
@@ -152,7 +157,7 @@ def test_an_engine_that_fails_tells_everybody_and_is_unready(llm: LLM, monkeypat
         answers = server.together("/v1/completions", [TEXT, {**TEXT, "stream": True}, TEXT])
         assert [answer.status_code for answer in answers] == [500, 200, 500]
         assert all("engine_failed" in answer.text and "a bug" not in answer.text for answer in answers)
-        time.sleep(0.1)  # the process hears of it right after those who wait
+        assert soon(lambda: bool(server.faults))  # the process hears of it right after those who wait
         assert [str(fault) for fault in server.faults] == ["a bug in the engine"]
         ready = server.get("/ready")
         assert (ready.status_code, ready.json()) == (503, {"status": "failed"})

@@ -73,7 +73,7 @@ def test_R01_streams_that_are_left_free_their_places(server: Running) -> None:
             for number, _ in enumerate(stream.iter_lines()):
                 if number == 3:
                     break
-    assert server.idle(2.0)
+    assert server.idle()
     before = server.metric("outrider_generated_tokens_total")
     time.sleep(0.3)
     assert server.metric("outrider_generated_tokens_total") == before
@@ -84,7 +84,7 @@ def test_R01_a_client_that_gives_up_waiting_frees_its_place(server: Running) -> 
     for _ in range(5):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + "/v1/completions", json=LONG, timeout=0.2)
-    assert server.idle(2.0)
+    assert server.idle()
 
 
 def test_R03_leaving_while_the_prompt_is_read_leaves_nothing(server: Running) -> None:
@@ -230,7 +230,7 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(
     assert code == 2
     assert said in text
     assert text.strip().splitlines()[-1].startswith("error: ")
-    assert seconds < 20  # under load: the import of the command line alone
+    assert seconds < 50  # no model was read: that takes longer on a machine with other work
 
 
 def test_a_taken_port_is_named(server: Running, folder: str) -> None:
@@ -284,7 +284,7 @@ def test_SIGTERM_lets_running_streams_end_and_refuses_new_ones(folder: str) -> N
             assert server.get("/ready").json() == {"status": "draining"}
         for thread in threads:
             thread.join()
-        assert server.process.wait(25) == 0
+        assert server.process.wait(60) == 0
     assert all(text.endswith("data: [DONE]\n\n") and '"error"' not in text for text in texts)
     assert len(texts) == 4
 
@@ -302,7 +302,7 @@ def test_what_outlasts_the_drain_is_told_so(folder: str, twice: bool) -> None:
         if twice:
             time.sleep(0.1)
             server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
         thread.join()
     assert '"server_draining"' in texts[0] or texts[0].count('"finish_reason":"length"') == 8
 
@@ -380,7 +380,7 @@ def test_an_engine_that_fails_or_hangs_ends_the_process_and_tells_its_clients(fo
         ]
         for thread in threads:
             thread.start()
-        assert server.process.wait(20) == 70
+        assert server.process.wait(60) == 70
         for thread in threads:
             thread.join()
         children = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=False)
