@@ -290,7 +290,7 @@ class LLM:
         try:
             while not all(ended):
                 for place, sequence in enumerate(sequences):
-                    if not ended[place] and (len(sequence.output) > given[place] or sequence.finished):
+                    if not ended[place] and (sequence.num_generated > given[place] or sequence.finished):
                         chunk = sequence.chunk(given[place])
                         given[place] += len(chunk.token_ids)
                         ended[place] = chunk.finish_reason is not None

@@ -46,7 +46,7 @@ def tracked(sequences: list[Sequence], wanted: bool | None) -> Iterator[Callable
 
         def tick() -> None:
             done = sum(sequence.finished for sequence in sequences)
-            tokens = sum(len(sequence.output) for sequence in sequences)
+            tokens = sum(sequence.num_generated for sequence in sequences)
             seconds = bar.tasks[0].elapsed or 0.0
             bar.update(task, completed=done, rate=f"{tokens / seconds:.0f} tok/s" if seconds else "")
 

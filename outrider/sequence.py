@@ -132,6 +132,11 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_generated(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
     def output(self) -> list[int]:
         """Generated tokens."""
         return self.tokens[self.prompt_length :]
@@ -172,8 +177,7 @@ class Sequence:
         self.origins.append(origin)
         if self.first_token_at is None:
             self.first_token_at = now
-        generated = len(self.tokens) - self.prompt_length
-        watch = generated > self.request.params.min_tokens
+        watch = self.num_generated > self.request.params.min_tokens
         is_end = token in self.request.end_ids and watch
         stop = self.detokenizer.push(token, watch=watch)
         if is_end and stop is None:
@@ -216,7 +220,7 @@ class Sequence:
             drafted_per_position=tuple(ledger.drafted),
             reached_per_position=tuple(ledger.reached),
             accepted_per_position=tuple(ledger.accepted),
-            tokens=len(self.output),
+            tokens=self.num_generated,
             seconds=now - arrival,
             first_token_seconds=(self.first_token_at or now) - arrival,
             lossy=self.lossy,
@@ -244,7 +248,7 @@ class Sequence:
         return StreamChunk(
             index=self.index,
             text=text,
-            token_ids=tuple(self.output[given:]),
+            token_ids=tuple(self.tokens[self.prompt_length + given :]),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=tuple(self.logprobs[given:]) if self.request.params.logprobs is not None else None,

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,7 +140,6 @@ class ServeOptions:
             allowed_origins=tuple(self.allowed_origin),
             strict=self.strict,
             single_tokens=self.stream_tokens == "single",
-            share_prefixes=self.share_prefixes,
             max_waiting=4 * max_num_seqs if self.max_waiting is None else self.max_waiting,
             max_per_key=self.max_per_key,
             max_samples=self.max_samples,
@@ -212,7 +212,7 @@ def serve(server: ServeOptions, model: ModelOptions) -> None:
             raise ConfigError(
                 f"serving needs packages that are not installed ({error.name}): pip install 'outrider[server]'"
             ) from None
-        code = run(taken, settings, model.load, say)
+        code = run(taken, settings, partial(model.load, share_prefixes=server.share_prefixes), say)
     sys.stdout.flush()
     if code:
         raise typer.Exit(code)

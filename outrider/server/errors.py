@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ApiError", "ClientGoneError", "draining", "expired", "invalid", "not_ready", "overloaded"]
+__all__ = ["ApiError", "ClientGoneError", "draining", "engine_failed", "expired", "invalid", "not_ready", "overloaded"]
 
 KINDS = {
     400: "invalid_request_error",
@@ -62,6 +62,11 @@ def overloaded(message: str, retry_after: int = 1) -> ApiError:
 def draining() -> ApiError:
     """Refuse because the server is about to stop."""
     return ApiError(503, "server_draining", "the server is shutting down; try another one", retry_after=1)
+
+
+def engine_failed() -> ApiError:
+    """End a request because the engine has failed, and the server stops."""
+    return ApiError(500, "engine_failed", "the engine failed and the server stops; try another one")
 
 
 def not_ready() -> ApiError:

@@ -6,63 +6,72 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-__all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "Generation", "Message", "TokenizeRequest", "Tool"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "Generation",
+    "Message",
+    "Strict",
+    "TokenizeRequest",
+    "Tool",
+]
 
 MAX_COUNT = 1 << 31
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """A JSON object whose values have the types they should: "5" is no number, and true is not 1."""
 
     model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     name: str = Field(max_length=64)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Speculation(_Strict):
+class Speculation(Strict):
     method: str | None = Field(default=None, max_length=64)
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
 
 
-class ContentPart(_Strict):
+class ContentPart(Strict):
     type: str
     text: str | None = None
 
 
-class Prediction(_Strict):
+class Prediction(Strict):
     type: Literal["content"] = "content"
     content: str | list[ContentPart]
 
 
-class FunctionCall(_Strict):
+class FunctionCall(Strict):
     name: str
     arguments: str
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -73,30 +82,30 @@ class Message(_Strict):
     reasoning_content: str | None = None
 
 
-class Function(_Strict):
+class Function(Strict):
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(_Strict):
+class NamedFunction(Strict):
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
 
-class Generation(_Strict):
+class Generation(Strict):
     """What all ways to ask for text have in common."""
 
     model: str | None = Field(default=None, max_length=512)
@@ -155,7 +164,7 @@ class CompletionRequest(Generation):
     best_of: Count | None = None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """``POST /tokenize``: a prompt, or a conversation by the chat template."""
 
     model: str | None = None
@@ -165,7 +174,7 @@ class TokenizeRequest(_Strict):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
     model: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, Field, FiniteFloat
 
 from outrider.server.answers import Ledger, created, new_id
 from outrider.server.errors import invalid
@@ -19,6 +19,7 @@ from outrider.server.protocol import (
     NamedTool,
     ResponseFormat,
     Speculation,
+    Strict,
     Tool,
 )
 from outrider.server.tools import ToolCalls, ToolParser
@@ -34,11 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["ResponseAnswer", "ResponsesRequest", "chat_request"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
-
-
-class InputItem(_Strict):
+class InputItem(Strict):
     """A message, a call that the model made, or what came of one."""
 
     type: Literal["message", "function_call", "function_call_output"] | None = None
@@ -50,14 +47,14 @@ class InputItem(_Strict):
     output: str | None = None
 
 
-class TextFormat(_Strict):
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "answer"
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class TextSettings(_Strict):
+class TextSettings(Strict):
     format: TextFormat | None = None
 
 
@@ -65,12 +62,12 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class NamedChoice(_Strict):
+class NamedChoice(Strict):
     type: Literal["function"]
     name: str
 
 
-class ResponsesRequest(_Strict):
+class ResponsesRequest(Strict):
     """What ``POST /v1/responses`` takes."""
 
     model: str | None = Field(default=None, max_length=512)

@@ -16,7 +16,7 @@ import uvicorn
 from outrider.errors import OutriderError
 from outrider.server.app import make_app
 from outrider.server.binding import BACKLOG
-from outrider.server.errors import ApiError, draining
+from outrider.server.errors import draining, engine_failed
 from outrider.server.metrics import Metrics
 from outrider.server.service import Service
 from outrider.server.wire import wire_with
@@ -103,8 +103,9 @@ class _Life:
         """Load the model while the port answers that it is not ready."""
         try:
             self._llm = llm = await _in_daemon(self._load)
-            if not self._service.draining:
-                await self._service.start(llm, self._failed)
+            if self._service.draining:
+                return
+            await self._service.start(llm, self._failed)
         except Exception as error:
             expected = isinstance(error, OutriderError | OSError)
             if expected:
@@ -133,9 +134,7 @@ class _Life:
         if self._service.fault is not None:
             return
         self._service.fault = fault
-        self._service.fail_all(
-            ApiError(500, "engine_failed", "the engine failed and the server stops; try another one")
-        )
+        self._service.fail_all(engine_failed())
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._end, ENGINE_FAILED)
 
     def _signalled(self) -> None:

@@ -224,14 +224,13 @@ class Service:
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_text(prompt, model)
-        scope = "" if self.settings.share_prefixes else ticket.key
         drafter = None if method is None else model.lookup
         names = [self._name() for _ in prompts]
 
         def made() -> list[tuple[Request, list[Any]]]:
             intake, found = model.llm.intake, []
             for name, prompt in zip(names, prompts, strict=True):
-                request = intake.request(prompt, params, name, scope, drafter=drafter)
+                request = intake.request(prompt, params, name, ticket.key, drafter=drafter)
                 _check_room(request, params, model.llm.max_model_len)
                 found.append((request, intake.sequences(request)))
             return found

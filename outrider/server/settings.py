@@ -24,7 +24,6 @@ class ServerSettings:
         allowed_origins: Web pages that may read answers (CORS); none by default.
         strict: Refuse fields that are not known, in place of naming them in a header.
         single_tokens: Stream one token a chunk in place of what each round gave.
-        share_prefixes: Let the prompts of different keys share the prefix cache. What is shared can be told by timing.
         max_waiting: Texts that may wait beyond those that run; more are refused at once.
         max_waiting_tokens: Prompt tokens that may wait.
         max_per_key: Texts that one key may have under way; None for no bound.
@@ -48,7 +47,6 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     strict: bool = False
     single_tokens: bool = False
-    share_prefixes: bool = False
     max_waiting: int = 64
     max_waiting_tokens: int = 1 << 20
     max_per_key: int | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.server.errors import ApiError, overloaded
+from outrider.server.errors import engine_failed, overloaded
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.outputs import StreamChunk
     from outrider.sequence import Request, Sequence
+    from outrider.server.errors import ApiError
     from outrider.server.metrics import Metrics
     from outrider.server.settings import ServerSettings
 
@@ -65,7 +66,7 @@ class Job:
         """Give what came since the last call."""
         found: list[StreamChunk] = []
         for place, sequence in enumerate(self.sequences):
-            if self.ended[place] or not (sequence.finished or len(sequence.output) > self.given[place]):
+            if self.ended[place] or not (sequence.finished or sequence.num_generated > self.given[place]):
                 continue
             chunk = sequence.chunk(self.given[place])
             self.given[place] += len(chunk.token_ids)
@@ -210,7 +211,7 @@ class EngineWorker(threading.Thread):
             self._metrics.observe(self.engine)
 
     def _fail(self, fault: BaseException) -> None:
-        error = ApiError(500, "engine_failed", "the engine failed and the server stops; try another one")
+        error = engine_failed()
         jobs = [*self._jobs, *(job for job, ends in self._inbox if not ends)]
         self._jobs.clear()
         self._send([(job, [], error) for job in jobs])

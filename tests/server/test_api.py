@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -131,6 +132,20 @@ def test_many_prompts_and_samples_come_in_order(server: Local, plain: LLM) -> No
     assert streamed == expected
     assert ids["choices"][0]["text"] == ""
     assert ids["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_one_key_asked_speeds_no_other_up_unless_told_to(folder: str, shared: bool) -> None:
+    keys = {hashlib.sha256(name.encode()).digest(): name for name in ("one", "two")}
+    asked = {"prompt": "a beginning that is long enough to fill some blocks", "max_tokens": 2}
+    with LLM(folder, share_prefixes=shared) as llm, local(llm, api_keys=keys) as server:
+        cached = []
+        for name in ("one", "one", "two"):
+            answer = server.post("/v1/completions", asked, headers={"authorization": f"Bearer {name}"})
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0
+    assert cached[1] > 0
+    assert (cached[2] > 0) == shared
 
 
 @pytest.mark.parametrize("wanted", [None, 0, 1, 5])
