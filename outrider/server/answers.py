@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 from outrider.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
     from outrider.outputs import SpeculationStats, StreamChunk, TokenLogprob
     from outrider.server.call import Call
+    from outrider.server.protocol import StreamOptions
     from outrider.server.service import Model
 
-__all__ = ["Ledger", "Text", "TokenTexts", "created", "new_id"]
+__all__ = ["Ledger", "Text", "TokenTexts", "created", "new_id", "streamed"]
 
 
 def new_id(kind: str) -> str:
@@ -105,6 +108,37 @@ class Ledger:
         """Prompt tokens that the prefix cache held: a prompt counts once, however many texts it has."""
         first = self.texts[:: self._n]
         return sum(text.stats.cached_tokens for text in first if text.stats is not None)
+
+
+async def streamed(
+    call: Call,
+    ledger: Ledger,
+    options: StreamOptions | None,
+    base: dict[str, Any],
+    opening: Iterable[dict[str, Any]],
+    added: Callable[[int, StreamChunk], Iterable[dict[str, Any]]],
+) -> AsyncIterator[tuple[None, dict[str, Any]]]:
+    """Give an answer in chunks, with usage as the client wants it.
+
+    Args:
+        call, ledger: What runs, and who counts.
+        options: What the client said of streams.
+        base: What every chunk has.
+        opening: Chunks that come before all text.
+        added: Gives the chunks for what was added to a text, by its number.
+    """
+    counting = options is not None and bool(options.include_usage)
+    running = options is not None and bool(options.continuous_usage_stats)
+    for event in opening:
+        yield None, {**event, "usage": None} if counting else event
+    async for place, chunk in call.chunks():
+        number, _ = ledger.take(place, chunk)
+        for event in added(number, chunk):
+            if counting or running:
+                event["usage"] = ledger.usage() if running else None
+            yield None, event
+    if counting:
+        yield None, {**base, "choices": [], "usage": ledger.usage()}
 
 
 def _added(columns: list[tuple[int, ...]]) -> list[int]:

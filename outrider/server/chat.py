@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from outrider.server.answers import Ledger, TokenTexts, created, new_id
+from outrider.server.answers import Ledger, TokenTexts, created, new_id, streamed
 from outrider.server.errors import invalid
 from outrider.server.formats import format_grammar, lark_grammar
 from outrider.server.sampling import sampling_params, text_of
@@ -132,23 +132,13 @@ class ChatAnswer:
             logprobs = self._tokens.chat(text.logprobs, self._asked.top_logprobs or 0)
         return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    async def events(self) -> AsyncIterator[tuple[None, dict[str, Any]]]:
+    def events(self) -> AsyncIterator[tuple[None, dict[str, Any]]]:
         """Give it in chunks."""
-        options = self._asked.stream_options
-        counting = options is not None and options.include_usage
-        running = options is not None and options.continuous_usage_stats
-        for number in range(len(self._ledger.texts)):
-            yield None, self._chunk(number, {"role": "assistant", "content": ""}, counting=counting)
-        async for place, chunk in self._call.chunks():
-            number, _ = self._ledger.take(place, chunk)
-            for event in self._deltas(number, chunk, counting=counting):
-                if running:
-                    event["usage"] = self._ledger.usage()
-                yield None, event
-        if counting:
-            yield None, {**self._base, "object": "chat.completion.chunk", "choices": [], "usage": self._ledger.usage()}
+        base = {**self._base, "object": "chat.completion.chunk"}
+        opening = [self._chunk(number, {"role": "assistant", "content": ""}) for number in range(len(self._parsers))]
+        return streamed(self._call, self._ledger, self._asked.stream_options, base, opening, self._deltas)
 
-    def _deltas(self, number: int, chunk: StreamChunk, *, counting: bool | None) -> list[dict[str, Any]]:
+    def _deltas(self, number: int, chunk: StreamChunk) -> list[dict[str, Any]]:
         parser, reason = self._parsers[number], chunk.finish_reason
         deltas: list[dict[str, Any]] = []
         if parser is None:
@@ -167,12 +157,9 @@ class ChatAnswer:
         logprobs = None
         if self._asked.logprobs and chunk.logprobs:
             logprobs = self._tokens.chat(chunk.logprobs, self._asked.top_logprobs or 0)
-        made = [
-            self._chunk(number, delta, logprobs=None if place else logprobs, counting=counting)
-            for place, delta in enumerate(deltas)
-        ]
+        made = [self._chunk(number, delta, logprobs=None if place else logprobs) for place, delta in enumerate(deltas)]
         if reason is not None:
-            made.append(self._chunk(number, {}, reason=reason, counting=counting))
+            made.append(self._chunk(number, {}, reason=reason))
         return made
 
     def _chunk(
@@ -182,11 +169,9 @@ class ChatAnswer:
         *,
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
-        counting: bool | None,
     ) -> dict[str, Any]:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        chunk: dict[str, Any] = {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
-        return {**chunk, "usage": None} if counting else chunk
+        return {**self._base, "object": "chat.completion.chunk", "choices": [choice]}
 
 
 def _written(call: ToolCalls) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outrider.server.answers import Ledger, TokenTexts, created, new_id
+from outrider.server.answers import Ledger, TokenTexts, created, new_id, streamed
 from outrider.server.errors import invalid
 from outrider.server.formats import format_grammar
 from outrider.server.sampling import sampling_params
@@ -12,7 +12,7 @@ from outrider.server.sampling import sampling_params
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outrider.outputs import TokenLogprob
+    from outrider.outputs import StreamChunk, TokenLogprob
     from outrider.sampling.params import SamplingParams
     from outrider.server.call import Call
     from outrider.server.protocol import CompletionRequest
@@ -123,36 +123,25 @@ class CompletionAnswer:
     def _job(self, number: int) -> Any:
         return self._call.jobs[number // len(self._call.jobs[0].sequences)]
 
-    async def events(self) -> AsyncIterator[tuple[None, dict[str, Any]]]:
+    def events(self) -> AsyncIterator[tuple[None, dict[str, Any]]]:
         """Give it in chunks."""
-        options = self._asked.stream_options
-        counting = options is not None and options.include_usage
-        running = options is not None and options.continuous_usage_stats
-        for number in range(len(self._ledger.texts)):
-            if self._asked.echo:
-                yield None, self._chunk(number, self._echoed(number), None, None, counting=counting)
-        async for place, chunk in self._call.chunks():
-            number, _ = self._ledger.take(place, chunk)
-            if not (chunk.text or chunk.logprobs or chunk.finish_reason):
-                continue
-            logprobs = None
-            if self._asked.logprobs is not None:
-                entries = chunk.logprobs or ()
-                logprobs = self._tokens.completion(entries, self._asked.logprobs, self._lengths[number])
-            self._lengths[number] += len(chunk.text)
-            event = self._chunk(number, chunk.text, logprobs, chunk.finish_reason, counting=counting)
-            if running:
-                event["usage"] = self._ledger.usage()
-            yield None, event
-        if counting:
-            yield None, {**self._base, "choices": [], "usage": self._ledger.usage()}
+        numbers = range(len(self._ledger.texts)) if self._asked.echo else ()
+        opening = [self._chunk(number, self._echoed(number), None, None) for number in numbers]
+        return streamed(self._call, self._ledger, self._asked.stream_options, self._base, opening, self._added)
 
-    def _chunk(
-        self, number: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, counting: bool | None
-    ) -> dict[str, Any]:
+    def _added(self, number: int, chunk: StreamChunk) -> list[dict[str, Any]]:
+        if not (chunk.text or chunk.logprobs or chunk.finish_reason):
+            return []
+        logprobs = None
+        if self._asked.logprobs is not None:
+            entries = chunk.logprobs or ()
+            logprobs = self._tokens.completion(entries, self._asked.logprobs, self._lengths[number])
+        self._lengths[number] += len(chunk.text)
+        return [self._chunk(number, chunk.text, logprobs, chunk.finish_reason)]
+
+    def _chunk(self, number: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
         choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        chunk: dict[str, Any] = {**self._base, "choices": [choice]}
-        return {**chunk, "usage": None} if counting else chunk
+        return {**self._base, "choices": [choice]}
 
 
 def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -9,16 +9,16 @@ from outrider.sampling.grammar import Grammar
 from outrider.server.errors import invalid
 
 if TYPE_CHECKING:
-    from outrider.server.protocol import JsonSchema, ResponseFormat
+    from outrider.server.protocol import ResponseFormat
 
-__all__ = ["format_grammar", "lark_grammar", "schema_grammar"]
+__all__ = ["format_grammar", "lark_grammar"]
 
 
 def format_grammar(asked: ResponseFormat | None) -> Grammar | None:
     """Give the grammar of a response format; None where any text will do.
 
     Raises:
-        ApiError: The schema is missing or no schema.
+        ApiError: The schema is missing, no schema, too large or nested too deep.
     """
     if asked is None or asked.type == "text":
         return None
@@ -26,21 +26,13 @@ def format_grammar(asked: ResponseFormat | None) -> Grammar | None:
         return Grammar.json_object()
     if asked.json_schema is None:
         raise invalid("response_format of type json_schema needs json_schema", "response_format.json_schema")
-    return schema_grammar(asked.json_schema, "response_format.json_schema")
-
-
-def schema_grammar(asked: JsonSchema, where: str) -> Grammar:
-    """Give the grammar of a named schema.
-
-    Raises:
-        ApiError: It is missing, too large or nested too deep.
-    """
-    if not isinstance(asked.schema_, dict):
-        raise invalid("the schema must be a JSON object", f"{where}.schema")
+    where, schema = "response_format.json_schema.schema", asked.json_schema.schema_
+    if not isinstance(schema, dict):
+        raise invalid("the schema must be a JSON object", where)
     try:
-        return Grammar.json_schema(asked.schema_)
+        return Grammar.json_schema(schema)
     except InvalidRequestError as error:
-        raise invalid(str(error), f"{where}.schema") from None
+        raise invalid(str(error), where) from None
 
 
 def lark_grammar(text: str | None) -> Grammar | None:

@@ -59,8 +59,8 @@ class Gate:
                 body = await self._body(headers, receive)
                 unread = False
                 receive = _replayed(body, receive)
-                if _depth(body) > self._settings.max_json_depth:
-                    most = self._settings.max_json_depth
+                most = self._settings.max_json_depth
+                if _nests_deeper(body, most):
                     raise invalid(f"the body nests deeper than {most}; flatten it", code="too_deep")
             await self._app(scope, receive, sent)
         except ApiError as error:
@@ -204,14 +204,15 @@ def _too_large(most: int) -> ApiError:
     return ApiError(413, "body_too_large", f"a request's body may have {most} bytes")
 
 
-def _depth(body: bytes) -> int:
-    """Say how deep brackets nest, in linear time and constant space."""
-    depth = deepest = 0
+def _nests_deeper(body: bytes, most: int) -> bool:
+    """Say whether brackets nest deeper than `most`, in linear time and constant space; no further than it takes."""
+    depth = 0
     for match in BRACKETS.finditer(body):
         first = match[0][0]
         if first in b"[{":
             depth += 1
-            deepest = max(deepest, depth)
+            if depth > most:
+                return True
         elif first in b"]}":
             depth -= 1
-    return deepest
+    return False
