@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -17,9 +17,7 @@ from typer import Argument, Option
 from outrider.cli.console import reported, say
 from outrider.cli.options import ModelOptions
 from outrider.errors import ConfigError
-
-if TYPE_CHECKING:
-    from outrider.server.settings import ServerSettings
+from outrider.server.settings import ServerSettings
 
 __all__ = ["SERVE_EXAMPLES", "SERVE_HELP", "ServeOptions", "serve"]
 
@@ -59,8 +57,8 @@ class ServeOptions:
     target: Annotated[
         str | None, Argument(metavar="[MODEL]", help="Hub id, folder or GGUF file.", show_default=False)
     ] = None
-    host: Annotated[str, Option(help="Address to listen on.", rich_help_panel=NETWORK)] = "127.0.0.1"
-    port: Annotated[int, Option(help="Port; 0 takes a free one.", rich_help_panel=NETWORK)] = 8000
+    host: Annotated[str, Option(help="Address to listen on.", rich_help_panel=NETWORK)] = ServerSettings.host
+    port: Annotated[int, Option(help="Port; 0 takes a free one.", rich_help_panel=NETWORK)] = ServerSettings.port
     served_model_name: Annotated[
         str | None,
         Option(help="What clients call the model.", show_default="the model's own name", rich_help_panel=NETWORK),
@@ -102,23 +100,27 @@ class ServeOptions:
     max_per_key: Annotated[
         int | None, Option(help="Texts one key may have under way.", show_default="no bound", rich_help_panel=LIMITS)
     ] = None
-    max_samples: Annotated[int, Option(help="Texts one request may ask for.", rich_help_panel=LIMITS)] = 8
-    queue_seconds: Annotated[float, Option(help="How long a request may wait.", rich_help_panel=LIMITS)] = 30.0
+    max_samples: Annotated[int, Option(help="Texts one request may ask for.", rich_help_panel=LIMITS)] = (
+        ServerSettings.max_samples
+    )
+    queue_seconds: Annotated[float, Option(help="How long a request may wait.", rich_help_panel=LIMITS)] = (
+        ServerSettings.queue_seconds
+    )
     deadline_seconds: Annotated[float, Option(help="How long a request may take in all.", rich_help_panel=LIMITS)] = (
-        600.0
+        ServerSettings.deadline_seconds
     )
     drain_seconds: Annotated[
         float, Option(help="How long running requests may go on after SIGTERM.", rich_help_panel=LIMITS)
-    ] = 30.0
+    ] = ServerSettings.drain_seconds
     stall_seconds: Annotated[
         float, Option(help="How long a client may leave a stream unread or a body unsent.", rich_help_panel=LIMITS)
-    ] = 30.0
+    ] = ServerSettings.stall_seconds
     step_seconds: Annotated[
         float, Option(help="How long the engine may take for a step before it counts as hung.", rich_help_panel=LIMITS)
-    ] = 120.0
+    ] = ServerSettings.step_seconds
     header_seconds: Annotated[
         float, Option(help="How long a request's head may take to arrive.", rich_help_panel=LIMITS)
-    ] = 10.0
+    ] = ServerSettings.header_seconds
     traceback: Annotated[bool, Option("--traceback", help="Show where an error arose.")] = False
 
     def settings(self, max_num_seqs: int) -> ServerSettings:
@@ -127,8 +129,6 @@ class ServeOptions:
         Raises:
             ConfigError: A value is out of range, or anybody could use the server.
         """
-        from outrider.server.settings import ServerSettings
-
         if self.stream_tokens not in ("round", "single"):
             raise ConfigError(f"--stream-tokens must be round or single, got {self.stream_tokens!r}")
         settings = ServerSettings(
