@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 from dataclasses import replace
@@ -27,7 +26,7 @@ if str(HERE.parent) not in sys.path:
 
 from benchmarks import micro, real_model  # noqa: E402
 from benchmarks.peers import llama_cpp, ours, stock  # noqa: E402
-from benchmarks.record import jsonable, machine, record_name, report, versions  # noqa: E402
+from benchmarks.record import heading, report, written  # noqa: E402
 from benchmarks.summary import Run, first_divergence  # noqa: E402
 
 if TYPE_CHECKING:
@@ -59,21 +58,13 @@ def main() -> None:
     if not options.skip_fp32 and any(name.startswith("outrider") for name in settings):
         equality += _fp32_equality(setting, prompts, options.tokens)
     record = {
-        "benchmark": "cpu_generate",
-        "date": began.isoformat(timespec="seconds"),
-        "machine": machine(load_before),
-        "versions": versions(),
-        "model": {"file": setting.gguf.name, "bytes": setting.gguf.stat().st_size, "package": real_model.MODEL_PACKAGE},
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        **heading("cpu_generate", began, load_before, setting.gguf, options),
         "prompts": {one.name: {"kind": one.kind, "tokens": len(one.token_ids)} for one in prompts},
         "engines": settings,
         "unavailable": unavailable,
     }
     report(console, record, prompts=[one.name for one in prompts], runs=runs, passes=passes, equality=equality)
-    path = options.out or HERE / "records" / record_name("cpu_generate", began, options.quick)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(jsonable(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    console.print(f"Record: {path}", soft_wrap=True)
+    written(console, record, began, options)
 
 
 def _options() -> argparse.Namespace:

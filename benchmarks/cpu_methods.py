@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -30,7 +29,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks import real_model  # noqa: E402
-from benchmarks.record import jsonable, machine, record_name, versions  # noqa: E402
+from benchmarks.record import heading, written  # noqa: E402
 from benchmarks.summary import first_divergence, geometric_mean  # noqa: E402
 
 if TYPE_CHECKING:
@@ -112,12 +111,7 @@ def main() -> None:
     gc.collect()
     speedups = _speedups(found)
     record = {
-        "benchmark": "cpu_methods",
-        "date": began.isoformat(timespec="seconds"),
-        "machine": machine(load_before),
-        "versions": versions(),
-        "model": {"file": setting.gguf.name, "package": real_model.MODEL_PACKAGE},
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        **heading("cpu_methods", began, load_before, setting.gguf, options),
         "ways": {
             way.name: {key: str(value) for key, value in way.options.items() if value is not ITSELF} for way in WAYS
         },
@@ -128,10 +122,7 @@ def main() -> None:
     }
     for table in _tables(found, speedups, [prompt.name for prompt in prompts]):
         console.print(table)
-    path = options.out or HERE / "records" / record_name("cpu_methods", began, options.quick)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(jsonable(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    console.print(f"Record: {path}", soft_wrap=True)
+    written(console, record, began, options)
 
 
 def _options() -> argparse.Namespace:

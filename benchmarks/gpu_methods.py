@@ -149,10 +149,7 @@ class Run(StagedRun):
                 self.console.print(words, style="red")
             for line in one.get("warnings", []):
                 self.console.print(f"{one['way']} warned: {line}", style="yellow", markup=False)
-        for one in self.record["skipped"]:
-            self.console.print(f"left out: {one}", style="yellow", markup=False)
-        path = self._keep()
-        self.console.print(f"Record: {path} ({self.record['seconds']:.0f} s)", soft_wrap=True)
+        self._told()
 
 
 def _options() -> argparse.Namespace:

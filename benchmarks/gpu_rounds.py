@@ -223,10 +223,7 @@ class Run(StagedRun):
             if one["mismatches"]:
                 told = ", ".join(f"{name} {one[name]}" for name in ("rows", "lookahead", "context", "mismatches"))
                 self.console.print(f"wrong tokens: {one['engine']}, {told} of {one['tokens']}", style="red")
-        for one in self.record["skipped"]:
-            self.console.print(f"left out: {one}", style="yellow", markup=False)
-        path = self._keep()
-        self.console.print(f"Record: {path} ({self.record['seconds']:.0f} s)", soft_wrap=True)
+        self._told()
 
 
 def _options() -> argparse.Namespace:

