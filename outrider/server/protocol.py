@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 __all__ = [
+    "Asked",
     "ChatRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -105,18 +106,31 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-class Generation(Strict):
+class Asked(Strict):
     """What all ways to ask for text have in common."""
 
     model: str | None = Field(default=None, max_length=512)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: FiniteFloat | None = None
     top_p: FiniteFloat | None = None
+    seed: int | None = None
+    speculation: Literal["off", "auto"] | Speculation | None = None
+    # Said by many clients, and without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Generation(Asked):
+    """What chats and completions have in common besides."""
+
+    stream_options: StreamOptions | None = None
     top_k: int | None = None
     min_p: FiniteFloat | None = None
     n: Count | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
@@ -128,17 +142,9 @@ class Generation(Strict):
     bad_words: list[str] | None = None
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
-    speculation: Literal["off", "auto"] | Speculation | None = None
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    # Said by many clients, and without effect here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class ChatRequest(Generation):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, Field
 
 from outrider.server.answers import Ledger, created, new_id
 from outrider.server.errors import invalid
 from outrider.server.protocol import (
+    Asked,
     ChatRequest,
     ContentPart,
     Count,
@@ -18,7 +19,6 @@ from outrider.server.protocol import (
     NamedFunction,
     NamedTool,
     ResponseFormat,
-    Speculation,
     Strict,
     Tool,
 )
@@ -67,16 +67,12 @@ class NamedChoice(Strict):
     name: str
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Asked):
     """What ``POST /v1/responses`` takes."""
 
-    model: str | None = Field(default=None, max_length=512)
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: FiniteFloat | None = None
-    top_p: FiniteFloat | None = None
-    stream: bool | None = None
     text: TextSettings | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
@@ -84,16 +80,8 @@ class ResponsesRequest(Strict):
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: str | None = None
     truncation: Literal["disabled"] | None = None
     include: list[str] | None = None
-    seed: int | None = None
-    speculation: Literal["off", "auto"] | Speculation | None = None
 
 
 def chat_request(asked: ResponsesRequest) -> ChatRequest:
