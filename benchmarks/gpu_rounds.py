@@ -76,15 +76,18 @@ class Run(StagedRun):
         """Run all stages; whatever happens on the way, what was measured is kept."""
         try:
             self._setup()
-            self._ours(self.lead)
+            first, *others = self.options.contexts
+            self._ours(self.lead, first)
             for kind in self.options.also_drafts:
-                self._ours(self.lead, kind)
+                self._ours(self.lead, first, kind)
             if self.options.peer_site is not None:
                 for lookahead in PEER_LOOKAHEAD[:2]:
                     self._peer(lookahead)
+            for context in others:
+                self._ours(self.lead, context)
             for agreement in self.options.agreements:
                 if agreement != self.lead:
-                    self._ours(agreement)
+                    self._ours(agreement, first)
             if not self.options.skip_transformers:
                 self._stock()
             if self.options.peer_site is not None:
@@ -110,14 +113,16 @@ class Run(StagedRun):
         self.record |= {name: self.facts[name] for name in ("card", "copy", "weights", "pair_seconds")}
         self.console.print(f"{self.facts['card']}: copies at {self.facts['copy']['gb_per_second']:.0f} GB/s")
 
-    def _ours(self, agreement: float, quantization: str | None = None) -> None:
-        """Run our cells of one agreement; with weights of the draft quantised, those that draft."""
+    def _ours(self, agreement: float, context: int, quantization: str | None = None) -> None:
+        """Run our cells of one agreement and context; beside the lead and with a quantised draft, those that draft.
+
+        Each context has an engine as long as it needs: how attention is cut follows the longest text there may be.
+        """
         if OURS not in self.options.engines:
             return
         kind = quantization or self.options.draft_quantization
-        first = self.options.contexts[0]
         whole = agreement == self.lead and quantization is None
-        cells = [cell for cell in self._cells() if whole or (cell[1] and cell[2] == first)]
+        cells = [cell for cell in self._cells(context) if whole or cell[1]]
         if not cells:
             return
         job = {
@@ -130,6 +135,7 @@ class Run(StagedRun):
         }
         cold = not has_compiled_kernels(self.fresh)
         label = f"agreement {agreement:g}" + (f", {kind} draft" if kind else "")
+        label += f", {context} tokens" if context != self.options.contexts[0] else ""
         lines = self._stage("ours", f"{OURS}, {label}", job, needed=LEAST_SECONDS[OURS])
         self._take(OURS, lines, setting=label, cold=cold, draft=kind or PLAIN_DRAFT)
 
@@ -162,18 +168,14 @@ class Run(StagedRun):
         }
         self._take(STOCK, self._stage("transformers", STOCK, job, needed=LEAST_SECONDS[STOCK]), setting="")
 
-    def _cells(self) -> list[tuple[int, int, int]]:
-        """List rows, guesses and context of ours, the most telling first."""
-        options, first = self.options, self.options.contexts[0]
-        cells = [(rows, lookahead, first) for lookahead in options.lookahead for rows in options.rows]
-        for context in options.contexts[1:]:
-            few = (cell for cell in cells if cell[2] == first)
-            cells += [
-                (rows, lookahead, context)
-                for rows, lookahead, _ in list(few)
-                if rows in options.long_rows and lookahead in options.long_lookahead
-            ]
-        return cells
+    def _cells(self, context: int) -> list[tuple[int, int, int]]:
+        """List rows, guesses and context of ours, the most telling first; of long contexts a few."""
+        options = self.options
+        rows, lookahead = options.rows, options.lookahead
+        if context != options.contexts[0]:
+            rows = [one for one in rows if one in options.long_rows]
+            lookahead = [one for one in lookahead if one in options.long_lookahead]
+        return [(num_rows, length, context) for length in lookahead for num_rows in rows]
 
     def _draft(self, agreement: float) -> str:
         return str(self.facts["drafts"][f"{agreement:g}"])

@@ -85,7 +85,7 @@ class ScriptedDrafter:
     def allocate(self, num_blocks: int) -> None:
         """Keep nothing."""
 
-    def tune(self, num_rows: Seq[int]) -> None:
+    def tune(self, num_rows: Seq[int], places: int) -> None:
         """Make nothing ready."""
 
     def kept(self, slot: int) -> int:

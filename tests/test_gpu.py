@@ -142,9 +142,13 @@ def test_loaded_models_run_on_kernels_and_change_no_token(
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_quantised_draft_changes_speed_alone(narrow: tuple[str, str], kind: str) -> None:
-    with LLM(*narrow, dtype="bfloat16", draft_quantization=kind, draft_vocab_size=200, max_num_seqs=4) as llm:
+    how = {"dtype": "bfloat16", "draft_quantization": kind, "draft_vocab_size": 200, "max_num_seqs": 4}
+    with LLM(*narrow, **how, exact=True) as llm:
         for settings in SETTINGS:
             assert texts(llm, 5, settings) == texts(llm, "off", settings)
+        assert llm.engine.figures.accepted > 0.1 * llm.engine.figures.drafted > 0
+    with LLM(*narrow, **how) as llm:
+        assert_only_near_ties_part(llm)
         assert llm.engine.figures.accepted > 0.1 * llm.engine.figures.drafted > 0
 
 
@@ -212,6 +216,8 @@ def test_prompts_of_several_chunks_and_several_at_once_are_fed_alike(folders: tu
     for size in (2048, 128, 100):
         with LLM(*folders, dtype="float32", prefill_chunk_size=size, max_num_seqs=4) as llm:
             assert [one.token_ids for one in llm.generate(prompts, params)] == wanted
+            captured = [one.num_replays for one in (llm.engine.runner._prompts, llm.engine.drafter.runner._prompts)]
+            assert all(captured)
 
 
 def test_the_cache_takes_its_share_of_the_card() -> None:

@@ -51,7 +51,7 @@ class BlockDrafter(WithCache):
         self.makes_trees = self.tree is not None
         self._window = most + 1  # what a round of its own adds: its guesses and the target's own token
 
-    def tune(self, num_rows: Sequence[int]) -> None:
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Nothing: the products are the library's."""
 
     def missing(self, slot: int, length: int) -> int:

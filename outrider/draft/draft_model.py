@@ -67,9 +67,9 @@ class DraftModelDrafter(WithCache):
         self._shared_vocab_size = shared_vocab_size
         self.makes_trees = self._shape is not None
 
-    def tune(self, num_rows: Sequence[int]) -> None:
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Make a chain's passes fast: of the first few tokens a row, then of one."""
-        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._fed_first)}))
+        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._fed_first)}), places)
 
     def missing(self, slot: int, length: int) -> int:
         """Count what is not cached, but for what a chain feeds itself."""

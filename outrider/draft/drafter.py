@@ -105,8 +105,8 @@ class Drafter(Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make its cache, with as many blocks as the target's: both go by one block table."""
 
-    def tune(self, num_rows: Sequence[int]) -> None:
-        """Make ready to draft for so many rows at once, before rounds are captured."""
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
+        """Make ready to draft for so many rows at once, of tables of so many places, before rounds are captured."""
 
     def missing(self, slot: int, length: int) -> int:
         """Count the tokens to feed before it can draft for a slot whose row has `length` tokens; 0 without a cache."""
@@ -203,7 +203,7 @@ class WithoutCache:
     def allocate(self, num_blocks: int) -> None:
         """Nothing is cached."""
 
-    def tune(self, num_rows: Sequence[int]) -> None:
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Nothing to make ready."""
 
     def missing(self, slot: int, length: int) -> int:

@@ -57,7 +57,7 @@ class EagleDrafter(WithCache):
         deepest = longest if shape is None else shape.depth(longest)
         self._window = max(deepest, 1) + 1  # all that a round may commit
 
-    def tune(self, num_rows: Sequence[int]) -> None:
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Nothing: the products are the library's."""
 
     def missing(self, slot: int, length: int) -> int:

@@ -70,10 +70,10 @@ class MixtureDrafter:
         for part in self.parts:
             part.allocate(num_blocks)
 
-    def tune(self, num_rows: Sequence[int]) -> None:
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Make all parts ready."""
         for part in self.parts:
-            part.tune(num_rows)
+            part.tune(num_rows, places)
 
     def missing(self, slot: int, length: int) -> int:
         """Count what the part that lacks most lacks; one that the text has outgrown lacks nothing."""

@@ -108,9 +108,9 @@ class RetokenisedDrafter(WithCache):
         self._ratio = self.overlap.ratio
         self._texts: dict[int, _Text] = {}
 
-    def tune(self, num_rows: Sequence[int]) -> None:
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Find the fastest products for passes of one token a row."""
-        self.runner.tune([(rows, 1) for rows in sorted(set(num_rows))])
+        self.runner.tune([(rows, 1) for rows in sorted(set(num_rows))], places)
 
     def missing(self, slot: int, length: int) -> int:
         """Count the target tokens that were not taken in, where they are more than a chain should take in itself."""

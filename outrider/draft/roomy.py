@@ -83,9 +83,9 @@ class RoomyRunner:
         """Feed tokens for their keys and values alone."""
         self.inner.feed(tokens, positions, self._own(tables), context, self._begin(start))
 
-    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
-        """Find the fastest way to compute passes of so many tokens."""
-        self.inner.tune(passes)
+    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
+        """Make passes fast; `places`: what a row's table of the target's holds."""
+        self.inner.tune(passes, places * self.room)
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes besides weights and cache."""

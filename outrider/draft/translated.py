@@ -88,9 +88,9 @@ class TranslatedDrafter(WithCache):
         self._guessed: set[int] = set()  # slots whose first token behind those was a guess: one draft token
         self._refused: set[int] = set()  # slots whose text did not fit once, and is not fed any more
 
-    def tune(self, num_rows: Sequence[int]) -> None:
+    def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Find the fastest products for a chain's passes: of a window a row, then of one token."""
-        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._widest)}))
+        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._widest)}), places)
 
     def missing(self, slot: int, length: int) -> int:
         """Count the target tokens whose spelling is not cached, but for what a chain feeds itself."""

@@ -22,6 +22,7 @@ import torch
 from outrider.config import MAX_DRAFT_TOKENS, MAX_TREE_NODES
 from outrider.draft.drafter import PartedDrafter
 from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
+from outrider.kernels.attention import BLOCK_SIZE
 from outrider.proposal import Proposal
 from outrider.sampling.rules import RuleFlags
 from outrider.sampling.upload import upload
@@ -144,9 +145,10 @@ class RoundGraphs:
         ]
         self._state.places([], 1)  # the idle row's rules
         began = time.perf_counter()
-        self._runner.tune(sorted({(one.num_rows, one.num_tokens + 1) for one in buckets}))
+        places = self._state.tables.shape[1] * BLOCK_SIZE
+        self._runner.tune(sorted({(one.num_rows, one.num_tokens + 1) for one in buckets}), places)
         if self._drafter is not None:
-            self._drafter.tune(rows)
+            self._drafter.tune(rows, places)
         tuned = time.perf_counter()
         for bucket in counted(buckets, "capturing rounds"):
             if self._ready(bucket) is None:

@@ -83,7 +83,7 @@ def working_bytes(runners: list[TorchRunner], config: EngineConfig, lookahead: i
         return 0
     chunk = max(runner.activation_bytes(config.prefill_chunk_size) for runner in runners)
     scores = config.max_num_seqs * (lookahead + 1) * runners[0].vocab_size * SCORE_BYTES
-    return chunk + scores + GRAPH_BYTES
+    return 2 * chunk + scores + GRAPH_BYTES  # captured prompts keep a chunk's memory for themselves
 
 
 def _budget(config: EngineConfig, device: torch.device, working: int) -> int:

@@ -34,7 +34,8 @@ MAX_DIM = 256  # numbers a head that one tile holds
 MAX_TREE = 64  # bits of an ancestor mask
 EXACT_BLOCK_M = 32  # one tile shape for all calls in exact mode: 8 queries of 4 grouped heads
 PROGRAMS_PER_SM = 2
-SPLITS = (16, 4, 1)  # few kinds: each is compiled by itself, and as many as fit would gain little
+SPLITS = (16, 8, 4, 1)  # few kinds: each is compiled by itself, and as many as fit would gain little
+LONG = 8192  # places from which on the most splits pay: below, programs without work cost more than they bring
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Tiling:
         itemsize: int,
         fixed_length: int | None,
         processors: int,
+        places: int,
         most_rows: int = 64,
     ) -> Tiling:
         """Fill the card about `PROGRAMS_PER_SM` times over.
@@ -70,6 +72,7 @@ class Tiling:
             itemsize: Bytes a number of the cache.
             fixed_length: See `paged_attention`.
             processors: Streaming multiprocessors of the card.
+            places: What a row's table holds: the longest context there may be.
             most_rows: The most tile rows that fit; without effect in exact mode.
         """
         block_m = EXACT_BLOCK_M if fixed_length is not None else min(most_rows, max(16, _power_of_2(members)))
@@ -78,7 +81,8 @@ class Tiling:
         block_n = max(16, min(64, 16384 // (_power_of_2(width) * itemsize)))
         programs = heads if fixed_length is not None else rows * heads * -(-members // block_m)
         wanted = max(1, PROGRAMS_PER_SM * processors // programs)
-        splits = next((few for few in SPLITS if few <= 2 * wanted), 1)  # one without work costs next to nothing
+        allowed = SPLITS if places >= LONG else SPLITS[1:]
+        splits = next((few for few in allowed if few <= 2 * wanted), 1)
         return cls(block_m, block_n, splits, 1 if block_m == 16 else 2)
 
 

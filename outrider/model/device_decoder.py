@@ -21,7 +21,7 @@ from outrider.kernels.rotate_attend import MAX_FRESH, compile_rotate_and_attend,
 from outrider.model.attention import Probe
 from outrider.model.decoder import MODEL_ROUNDINGS, PROBE_TOKENS, within
 from outrider.model.fuse import GatedMLP, RMSNorm
-from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, blocks_for
 from outrider.model.packing import is_plain_linear
 from outrider.model.paged import PagedStep
 
@@ -82,14 +82,15 @@ class _Layer:
     def _looking(self) -> dict[str, Any]:
         return {"scale": self.scaling, "window": self.shape.sliding_window, "softcap": self.shape.softcap}
 
-    def compile(self, rows: int, steps: int, cos: Tensor, sin: Tensor) -> None:
-        """Compile attention for passes of this shape."""
+    def compile(self, rows: int, steps: int, places: int, cos: Tensor, sin: Tensor) -> None:
+        """Compile attention for passes of this shape, over tables of so many places."""
         dim, heads = self.shape.key_dim, self.shape.num_kv_heads
         like: dict[str, Any] = {"dtype": self.qkv.dtype, "device": cos.device}
         qkv = torch.empty(rows * steps, (self.num_heads + 2 * heads) * dim, **like)
         keys, values = (torch.empty(BLOCK_SIZE, heads, dim, **like) for _ in range(2))
-        places = torch.zeros(rows, steps, dtype=torch.long, device=cos.device)
-        compile_rotate_and_attend(qkv, keys, values, places[:, :1], places, cos, sin, **self._heads, **self._looking)
+        positions = torch.zeros(rows, steps, dtype=torch.long, device=cos.device)
+        tables = positions.new_zeros(rows, blocks_for(places))
+        compile_rotate_and_attend(qkv, keys, values, tables, positions, cos, sin, **self._heads, **self._looking)
 
 
 class DeviceDecoder:
@@ -145,11 +146,14 @@ class DeviceDecoder:
         part._layers = [self._layers[place] for place in keep]  # noqa: SLF001 - it is of this class
         return part
 
-    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
-        """Compile what passes of (rows, tokens a row) run, and find the fastest way to compute their products."""
+    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
+        """Compile what passes of (rows, tokens a row) run, and find the fastest way to compute their products.
+
+        `places`: what a row's table holds.
+        """
         kinds = {(layer.shape, layer.scaling): layer for layer in self._layers}
         attention = [
-            partial(layer.compile, rows, steps, self._cos, self._sin)
+            partial(layer.compile, rows, steps, places, self._cos, self._sin)
             for layer in kinds.values()
             for rows, steps in passes
             if steps <= MAX_FRESH

@@ -99,10 +99,10 @@ class Network:
             taken = {tap: output.hidden_states[tap] for tap in taps}
         return _joined(taken, taps, tokens)
 
-    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
-        """Make passes of (rows, tokens a row) as fast as they can be."""
+    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be; `places`: what a row's table holds."""
         if self.device_decoder is not None:
-            self.device_decoder.tune(passes)
+            self.device_decoder.tune(passes, places)
 
     def only(self, keep: Sequence[int]) -> Network:
         """Give the same network with some of its layers alone, in this order: it shares all weights."""

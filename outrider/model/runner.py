@@ -17,6 +17,7 @@ from outrider.model.features import FeatureTap, feature_pool
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, LayerShape, block_slots, blocks_for
 from outrider.model.network import Network
 from outrider.model.paged import PagedStep
+from outrider.model.prompt_graphs import GraphRecorder, PromptGraphs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +70,8 @@ class Runner(Protocol):
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy all that is kept in some blocks to others, one by one."""
 
-    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
-        """Make passes of (rows, tokens a row) as fast as they can be."""
+    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
+        """Make prompts and passes of (rows, tokens a row) as fast as they can be; a row's table has so many places."""
 
 
 class TorchRunner:
@@ -112,6 +113,7 @@ class TorchRunner:
         self._tap: FeatureTap | None = None
         self._features: torch.Tensor | None = None
         self._cache: KVCache | None = None
+        self._prompts: PromptGraphs | None = None  # captured over the cache that stands then
 
     def tap(self, tap: FeatureTap) -> None:
         """Keep hidden states for a drafter, from the next allocation on.
@@ -131,7 +133,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Give the model its own attention back and drop the cache."""
-        self._cache = self._features = None
+        self._cache = self._features = self._prompts = None
         give_back(self.model)
 
     @property
@@ -149,6 +151,7 @@ class TorchRunner:
     def allocate(self, num_blocks: int) -> None:
         """Make a cache of `num_blocks` blocks; a larger one that stands already is kept."""
         if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._prompts = None
             self._cache = KVCache(self.layers, num_blocks, self.dtype, self.device)
             if self._tap is not None:
                 self._features = feature_pool(self._tap, num_blocks, self.dtype, self.device)
@@ -192,6 +195,19 @@ class TorchRunner:
         start: int | None = None,
     ) -> None:
         """Run the model for its keys and values alone; arguments as for `forward`."""
+        begins_texts = context == tokens.shape[1]  # the highest position is no higher than that
+        if not (begins_texts and self._prompts is not None and self._prompts.replay(tokens, tables)):
+            self._feed(tokens, positions, tables, context, start)
+
+    @torch.inference_mode()
+    def _feed(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        context: int,
+        start: int | None = None,
+    ) -> None:
         step, positions = self.step(positions, tables, context, start)
         self._keep(step, self.network.feed(tokens, positions, step, self._taps))
 
@@ -231,9 +247,15 @@ class TorchRunner:
         if self._features is not None:
             self._features.index_copy_(0, target, self._features.index_select(0, source))
 
-    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
-        """Make passes of (rows, tokens a row) as fast as they can be: compile, and time what there is to choose."""
-        self.network.tune(passes)
+    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be, and prompts: compile, time, capture.
+
+        `places`: what a row's table holds.
+        """
+        self.network.tune(passes, places)
+        if self.device.type == "cuda" and not self._exact:  # there, shapes depend on the prompt alone
+            self._prompts = PromptGraphs(self._feed, self.device, GraphRecorder(self.device))
+            self._prompts.capture(min(places, self.context_length))
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes on a card besides weights and cache; 0 on a CPU."""

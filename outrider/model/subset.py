@@ -57,6 +57,6 @@ class LayerSubsetRunner:
     def copy_blocks(self, *_: object) -> None:
         """Nothing: the target copies its own."""
 
-    def tune(self, passes: Sequence[tuple[int, int]]) -> None:
+    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
         """Make passes of (rows, tokens a row) as fast as they can be."""
-        self._network.tune(passes)
+        self._network.tune(passes, places)

@@ -271,12 +271,13 @@ def test_bits_do_not_depend_on_which_split_ends_last(monkeypatch):
 
 
 def test_the_card_is_filled_twice_over():
-    one = Tiling.choose(1, 8, 4, 128, 2, None, 132)
+    one = Tiling.choose(1, 8, 4, 128, 2, None, 132, 16384)
     assert (one.block_m, one.splits) == (16, 16)
-    many = Tiling.choose(16, 8, 24, 128, 2, None, 132)
+    assert Tiling.choose(1, 8, 4, 128, 2, None, 132, 4096).splits == 8
+    many = Tiling.choose(16, 8, 24, 128, 2, None, 132, 16384)
     assert (many.block_m, many.splits) == (32, 4)
-    assert Tiling.choose(64, 8, 2048, 128, 2, None, 132).splits == 1
-    exact = {Tiling.choose(rows, 8, members, 128, 2, 8192, 132) for rows in (1, 16) for members in (4, 24, 256)}
+    assert Tiling.choose(64, 8, 2048, 128, 2, None, 132, 16384).splits == 1
+    exact = {Tiling.choose(rows, 8, members, 128, 2, 8192, 132, 8192) for rows in (1, 16) for members in (4, 24, 256)}
     assert len(exact) == 1
 
 

@@ -153,7 +153,9 @@ def attend_paged(
     if tiling is None:
         size = max(query.element_size(), keys.element_size())
         members, width = num_queries * group, max(dim, dim_v)
-        tiling = Tiling.choose(rows, heads, members, width, size, fixed_length, processors(device))
+        tiling = Tiling.choose(
+            rows, heads, members, width, size, fixed_length, processors(device), tables.shape[1] * page
+        )
     tiles = -(-num_queries * group // tiling.block_m)
     programs = rows * heads * tiles
     mixes, stats, counters = scratch(tiling, programs, dim_v, out)

@@ -233,7 +233,8 @@ def launch_rotate_attend(
     block_d = max(16, triton.next_power_of_2(dim))
     if tiling is None:
         size, most = max(qkv.element_size(), keys.element_size()), max(16, NUMBERS // block_d)
-        tiling = Tiling.choose(rows, heads, steps * group, dim, size, None, processors(device), most)
+        places = tables.shape[1] * BLOCK_SIZE
+        tiling = Tiling.choose(rows, heads, steps * group, dim, size, None, processors(device), places, most)
     tiles = -(-steps * group // tiling.block_m)
     mixes, stats, counters = scratch(tiling, rows * heads * tiles, dim, out)
     merged, chunk = merge_shape(tiling, steps * group, block_d)

@@ -1,0 +1,119 @@
+"""Prompts as CUDA graphs: a pass that fills the cache, captured for a few sizes and then started with a single call.
+
+A short prompt is some hundred launches for the host and few milliseconds for the card: launched one by one, the card
+waits for the host, and so does whoever asked for the first token.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from outrider.model.kv_cache import BLOCK_SIZE, TRASH_BLOCK, blocks_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["LENGTHS", "GraphRecorder", "PromptGraphs"]
+
+logger = logging.getLogger("outrider")
+LENGTHS = (64, 128, 192, 256, 384, 512)  # multiples of a block
+MOST_ROWS = 8
+MOST_TOKENS = 512  # a pass of more keeps the card busy for longer than the host needs to launch it
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A pass over ``[rows, length]`` tokens from each text's beginning on, and where it reads what it is given."""
+
+    tokens: torch.Tensor
+    tables: torch.Tensor
+    start: Callable[[], object]
+
+
+class PromptGraphs:
+    """Captures and replays passes over the beginnings of texts.
+
+    Args:
+        feed: Feeds tokens at positions of rows with these tables, for their keys and values alone; the last argument
+            is the number of tokens a row.
+        device: Where.
+        recorded: Makes of a piece of work what repeats it.
+    """
+
+    def __init__(
+        self,
+        feed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None],
+        device: torch.device,
+        recorded: Callable[[Callable[[], None]], Callable[[], object]],
+    ) -> None:
+        self._feed, self._device, self._recorded = feed, device, recorded
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self.num_replays = 0
+
+    def capture(self, longest: int) -> None:
+        """Capture passes that serve texts of up to `longest` tokens, the largest first; none where one fails.
+
+        Where a model cannot be captured, prompts are fed as ever.
+        """
+        lengths = [one for one in LENGTHS if one <= longest]
+        shapes = [(1 << power, length) for length in lengths for power in range(MOST_ROWS.bit_length())]
+        shapes = [(rows, length) for rows, length in shapes if rows * length <= MOST_TOKENS]
+        try:
+            for rows, length in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
+                self._captured[rows, length] = self._capture(rows, length)
+        except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be captured
+            logger.warning("prompts cannot be captured and are fed kernel by kernel: %s", error)
+            self._captured.clear()
+
+    def replay(self, tokens: torch.Tensor, tables: torch.Tensor) -> bool:
+        """Feed the first tokens ``[B, T]`` of rows with these tables; False where no captured pass is large enough."""
+        num_rows, num_tokens = tokens.shape
+        rows = 1 << (num_rows - 1).bit_length()
+        length = next((one for one in LENGTHS if one >= num_tokens), 0)
+        one = self._captured.get((rows, length))
+        if one is None:
+            return False
+        one.tokens[:num_rows, :num_tokens] = tokens
+        # What is fed beyond a row's end goes into its last block, to be written again, or where nobody reads.
+        blocks = min(blocks_for(num_tokens), tables.shape[1])
+        one.tables.fill_(TRASH_BLOCK)
+        one.tables[:num_rows, :blocks] = tables[:, :blocks]
+        one.start()
+        self.num_replays += 1
+        return True
+
+    def _capture(self, rows: int, length: int) -> _Captured:
+        tokens = torch.zeros(rows, length, dtype=torch.long, device=self._device)
+        tables = torch.full((rows, length // BLOCK_SIZE), TRASH_BLOCK, dtype=torch.long, device=self._device)
+        positions = torch.arange(length, device=self._device).repeat(rows, 1)
+        start = self._recorded(lambda: self._feed(tokens, positions, tables, length))
+        return _Captured(tokens, tables, start)
+
+
+class GraphRecorder:
+    """Records what pieces of work launch on a card; what is given starts all of it at once. They share memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], object]:
+        """Record one."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            work()  # compiles what is missing, and finds its scratch memory
+            self._stream.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return graph.replay

@@ -1,0 +1,80 @@
+"""Prompts in captured passes: padded tokens, rows that belong to nobody, texts that none is large enough for.
+
+Here a recorded pass is simply run again; that a card's graphs do the same is in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.model.prompt_graphs import PromptGraphs
+from tests.tiny import byte_tokenizer, tiny_draft, tiny_sliding, tiny_target
+
+if TYPE_CHECKING:
+    from outrider.model.runner import TorchRunner
+
+LONGEST = 300
+LENGTHS = (3, 63, 64, 65, 66, 130, 191, 256, 257, 290)
+
+
+def captured(runner: TorchRunner) -> PromptGraphs:
+    runner._prompts = PromptGraphs(runner._feed, runner.device, lambda work: work)
+    runner._prompts.capture(LONGEST)
+    return runner._prompts
+
+
+def prompts() -> list[list[int]]:
+    drawn = torch.Generator().manual_seed(3)
+    return [torch.randint(5, 250, (length,), generator=drawn).tolist() for length in LENGTHS]
+
+
+def texts(llm: LLM, **settings: Any) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, **settings)
+    asked = {"prompt_token_ids": prompts(), "sampling_params": params, "progress": False}
+    return [output.token_ids for output in llm.generate(**asked)]
+
+
+@pytest.mark.parametrize("make", [tiny_target, tiny_sliding])
+def test_captured_prompts_change_no_token(make: Any) -> None:
+    how = {"tokenizer": byte_tokenizer(), "max_num_seqs": 3, "prefill_chunk_size": 512, "enable_prefix_caching": False}
+    with LLM(make(max_position_embeddings=512), method="none", max_model_len=LONGEST, **how) as llm:
+        wanted = texts(llm, temperature=0)
+    draft = tiny_draft(make(max_position_embeddings=512), "noisy")
+    with LLM(make(max_position_embeddings=512), draft, max_model_len=LONGEST, **how) as llm:
+        both = captured(llm.engine.runner), captured(llm.engine.drafter.runner)
+        assert texts(llm, temperature=0, speculation=4) == wanted
+        assert all(one.num_replays > 0 for one in both)
+        assert llm.engine.speculator.num_failures == 0
+
+
+def test_rows_of_nobody_and_texts_too_long() -> None:
+    with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
+        runner = llm.engine.runner
+        graphs = captured(runner)
+        tokens = torch.randint(5, 250, (3, 100), generator=torch.Generator().manual_seed(1))
+        tables = torch.arange(2, 2 + 3 * 7).view(3, 7)
+        positions = torch.arange(100).expand(3, -1)
+        runner._feed(tokens, positions, tables, 100)
+        slots = (tables[..., None] * 16 + torch.arange(16)).flatten(1)[:, :100]
+        wanted = [pool[slots].clone() for pool in runner.cache.keys + runner.cache.values]
+        for pool in runner.cache.keys + runner.cache.values:
+            pool[32:] = torch.nan
+        assert graphs.replay(tokens, tables)
+        for pool, kept in zip(runner.cache.keys + runner.cache.values, wanted, strict=True):
+            torch.testing.assert_close(pool[slots], kept)
+        assert not graphs.replay(tokens.repeat(1, 4), tables)
+        assert not graphs.replay(tokens.repeat(2, 1), tables.repeat(2, 1))  # 8 rows of 128 are more than a pass holds
+
+
+def test_a_model_that_cannot_be_captured_is_fed_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+    def refuses(work: Any) -> Any:
+        raise RuntimeError("operation not permitted")
+
+    graphs = PromptGraphs(lambda *_: None, torch.device("cpu"), refuses)
+    graphs.capture(LONGEST)
+    assert "not permitted" in caplog.text
+    assert not graphs.replay(torch.zeros(1, 10, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
