@@ -211,13 +211,14 @@ def test_a_drafter_that_needs_the_host_still_gets_its_rounds(folders: tuple[str,
 
 def test_prompts_of_several_chunks_and_several_at_once_are_fed_alike(folders: tuple[str, str]) -> None:
     prompts = [[(7 * i + j) % 256 for i in range(200 + 40 * j)] for j in range(4)]
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, speculation=4)
     wanted = [tuple(greedy(tiny_target(), prompt, 20)) for prompt in prompts]
-    for size in (2048, 128, 100):
-        with LLM(*folders, dtype="float32", prefill_chunk_size=size, max_num_seqs=4) as llm:
+    for size, rows in ((2048, 4), (2048, 1), (128, 4), (100, 4)):
+        with LLM(*folders, dtype="float32", prefill_chunk_size=size, max_num_seqs=rows) as llm:
             assert [one.token_ids for one in llm.generate(prompts, params)] == wanted
             captured = [one.num_replays for one in (llm.engine.runner._prompts, llm.engine.drafter.runner._prompts)]
-            assert all(captured)
+            assert all(captured) or (size, rows) == (2048, 4)  # all prompts of which are one pass, too large for that
+            assert llm.engine.figures.accepted > 0.1 * llm.engine.figures.drafted
 
 
 def test_the_cache_takes_its_share_of_the_card() -> None:

@@ -39,7 +39,7 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(drafter: Any, *, most: int = 5, rows: int = 6, exact: bool = False) -> tuple[Noted, DeviceState]:
     state = DeviceState(rows, 64, most, CPU)
-    runner: Any = SimpleNamespace(tune=lambda _: None)
+    runner: Any = SimpleNamespace(tune=lambda passes, places: None)
     found = Noted(runner, state, Verification.COUPLED, drafter, most=most, exact=exact)
     found.prepare(lambda items, _: items)
     return found, state

@@ -23,7 +23,7 @@ LENGTHS = (3, 63, 64, 65, 66, 130, 191, 256, 257, 290)
 
 def captured(runner: TorchRunner) -> PromptGraphs:
     runner._prompts = PromptGraphs(runner._feed, runner.device, lambda work: work)
-    runner._prompts.capture(LONGEST)
+    runner._prompts.capture(LONGEST, runner.cache)
     return runner._prompts
 
 
@@ -75,6 +75,35 @@ def test_a_model_that_cannot_be_captured_is_fed_as_ever(caplog: pytest.LogCaptur
         raise RuntimeError("operation not permitted")
 
     graphs = PromptGraphs(lambda *_: None, torch.device("cpu"), refuses)
-    graphs.capture(LONGEST)
+    graphs.capture(LONGEST, None)
     assert "not permitted" in caplog.text
     assert not graphs.replay(torch.zeros(1, 10, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("lost", ["positions", "tables", "tokens"])
+def test_a_capture_that_reads_what_is_gone_is_found_out(lost: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A graph knows addresses alone: what it reads may have been given to somebody else since."""
+    with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
+        runner = llm.engine.runner
+        place = ["tokens", "positions", "tables"].index(lost)
+
+        def feed(*given: torch.Tensor) -> None:
+            own = list(given)
+            if len(given[0]) > 1 and recorded:
+                own[place] = given[place] * 0 + 1
+            runner._feed(*own)
+
+        recorded: list[Any] = []
+
+        def recorder(work: Any) -> Any:
+            def start() -> None:
+                recorded.append(work)
+                work()
+                recorded.clear()
+
+            return start
+
+        graphs = PromptGraphs(feed, runner.device, recorder)
+        graphs.capture(LONGEST, runner.cache)
+        assert "does not do what it should" in caplog.text
+        assert not graphs.replay(torch.zeros(1, 10, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))

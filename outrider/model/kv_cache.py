@@ -78,6 +78,10 @@ class KVCache:
         for pool in self._pools.values():
             pool.index_copy_(1, target, pool.index_select(1, source))
 
+    def taken(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """Copy out what is kept at some slots ``[n]``: a tensor ``[layers, n, kv heads, dim]`` a kind of layer."""
+        return [pool.index_select(1, slots) for pool in self._pools.values()]
+
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy what all layers keep in some blocks to others, one by one; none may be on both sides."""
         device = self.keys[0].device

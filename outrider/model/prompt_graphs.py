@@ -12,24 +12,30 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.model.kv_cache import BLOCK_SIZE, TRASH_BLOCK, blocks_for
+from outrider.kernels.attention import slots_of
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, TRASH_BLOCK, blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from outrider.model.kv_cache import KVCache
 
 __all__ = ["LENGTHS", "GraphRecorder", "PromptGraphs"]
 
 logger = logging.getLogger("outrider")
 LENGTHS = (64, 128, 192, 256, 384, 512)  # multiples of a block
 MOST_ROWS = 8
+FEW_IDS = 64  # tokens of a check: ids that every vocabulary has
+TOLERANCE = 0.02  # of a check, relative to the largest number: the kernels are the same, the shapes almost
 MOST_TOKENS = 512  # a pass of more keeps the card busy for longer than the host needs to launch it
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A pass over ``[rows, length]`` tokens from each text's beginning on, and where it reads what it is given."""
+    """A pass over ``[rows, length]`` tokens from each text's beginning on, and all that it reads: none may go away."""
 
     tokens: torch.Tensor
+    positions: torch.Tensor
     tables: torch.Tensor
     start: Callable[[], object]
 
@@ -54,10 +60,10 @@ class PromptGraphs:
         self._captured: dict[tuple[int, int], _Captured] = {}
         self.num_replays = 0
 
-    def capture(self, longest: int) -> None:
-        """Capture passes that serve texts of up to `longest` tokens, the largest first; none where one fails.
+    def capture(self, longest: int, cache: KVCache) -> None:
+        """Capture passes that serve texts of up to `longest` tokens, the largest first.
 
-        Where a model cannot be captured, prompts are fed as ever.
+        Where a model cannot be captured, or what is captured does something else, prompts are fed as ever.
         """
         lengths = [one for one in LENGTHS if one <= longest]
         shapes = [(1 << power, length) for length in lengths for power in range(MOST_ROWS.bit_length())]
@@ -65,6 +71,7 @@ class PromptGraphs:
         try:
             for rows, length in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
                 self._captured[rows, length] = self._capture(rows, length)
+            self._check(cache)
         except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be captured
             logger.warning("prompts cannot be captured and are fed kernel by kernel: %s", error)
             self._captured.clear()
@@ -91,7 +98,29 @@ class PromptGraphs:
         tables = torch.full((rows, length // BLOCK_SIZE), TRASH_BLOCK, dtype=torch.long, device=self._device)
         positions = torch.arange(length, device=self._device).repeat(rows, 1)
         start = self._recorded(lambda: self._feed(tokens, positions, tables, length))
-        return _Captured(tokens, tables, start)
+        return _Captured(tokens, positions, tables, start)
+
+    def _check(self, cache: KVCache) -> None:
+        """Hold what a pass of each number of rows writes against what is written without it; raises where they differ.
+
+        Blocks that belong to nobody yet are written.
+        """
+        for rows, length in {rows: (rows, length) for rows, length in self._captured}.values():
+            blocks = rows * length // BLOCK_SIZE
+            if RESERVED + blocks > cache.num_blocks:
+                continue
+            tables = torch.arange(RESERVED, RESERVED + blocks, device=self._device).view(rows, -1)
+            tokens = torch.arange(rows * length, device=self._device).view(rows, -1) % FEW_IDS
+            positions = torch.arange(length, device=self._device).repeat(rows, 1)
+            slots = slots_of(tables, positions)[:, : length - 1].flatten()
+            self._feed(tokens, positions, tables, length)
+            wanted = cache.taken(slots)
+            self._feed(tokens * 0, positions, tables, length)  # something else
+            self.replay(tokens[:, : length - 1], tables)
+            for one, other in zip(wanted, cache.taken(slots), strict=True):
+                if not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * float(one.abs().max())):
+                    raise RuntimeError(f"a captured pass over {rows} x {length} tokens does not do what it should")
+        self.num_replays = 0
 
 
 class GraphRecorder:

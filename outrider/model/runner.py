@@ -255,7 +255,7 @@ class TorchRunner:
         self.network.tune(passes, places)
         if self.device.type == "cuda" and not self._exact:  # there, shapes depend on the prompt alone
             self._prompts = PromptGraphs(self._feed, self.device, GraphRecorder(self.device))
-            self._prompts.capture(min(places, self.context_length))
+            self._prompts.capture(min(places, self.context_length), self.cache)
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes on a card besides weights and cache; 0 on a CPU."""
