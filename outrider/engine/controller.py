@@ -1,179 +1,303 @@
-"""How far to draft: as far as it pays, by measured cost and by each sequence's own agreement so far.
+"""How far to draft: whatever gives the whole round the most tokens a second, by measured cost and by agreement so far.
 
-A chain of k guesses gives ``E(k) = 1 + a_1 + ... + a_k`` tokens a round, a_j the chance that its first j guesses all
-agree; it is worth ``E(k) / (V(k+1) + D(k))``, V the target's pass by width and D the drafting, both measured on this
-machine. The estimates look at past rounds alone, so no decision depends on a token that is still to be judged.
+Row i's chain of k guesses gives ``E_i(k) = 1 + a_1 + ... + a_k`` tokens a round, a_j the chance that its first j
+guesses all agree. All rows share one pass, as wide as its widest row. So one length K is chosen for all of them, and
+which rows take part, to make ``sum of E_i(min(K, most_i)) / seconds(K, who takes part)`` largest; K = 0 is plain
+decoding. All estimates look at past rounds alone, so no decision depends on a token that is still to be judged.
+
+What is not tried is not known, and trying costs. A *probe* lets rows guess which would not otherwise. What it lost, by
+the clock, must first be earned again: the next one comes when that is a hundredth of the time that has passed since. So
+probes cost about a percent at worst, and where guesses turn out right they lose nothing and go on at once. In the
+same way a plain round is run now and then, where it is in doubt whether drafting pays at all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from outrider.engine.agreement import Agreement, Outlook, Reputation
+from outrider.engine.cost import CHAIN, DRAFT_LENGTHS, PassShape, RoundCosts
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence as Seq
 
     from outrider.sequence import Sequence
 
-__all__ = ["Controller", "CostModel", "Costs"]
+__all__ = ["Choice", "Controller", "Party", "RoundTimes", "Wish"]
 
-PRIOR_AGREEMENT = 0.7
-PRIOR_WEIGHT = 2.0
-LEANING_WEIGHT = 1.0  # of the place before, in a place's own estimate
-MEMORY = 0.9  # weight that the past keeps with each round of guesses
-TRIAL_ROUNDS = 2  # every sequence's first rounds draft in full: they measure
-PROBE_LENGTH = 2
-FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds without guesses before the next probe
-
-
-class Costs(Protocol):
-    """What rounds cost on this machine."""
-
-    def round_seconds(self, drafter: str, num_rows: int, num_tokens: int) -> float:
-        """Seconds of a round in which each of `num_rows` rows is given `num_tokens` guesses; 0: plain decoding."""
-
-    def knows(self, drafter: str) -> bool:
-        """Whether the drafter's cost is known."""
-
-    def noted(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> Costs:
-        """Take in what a drafter costs: guesses -> seconds."""
+PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
+REFERENCE_SHARE = 0.005  # the same by plain rounds, where drafting seems to pay
+PROBE_SLACK = 1.25  # a probe is as long as can be for so much more than the shortest one costs
+LOYALTY = 1.02  # what the last length is favoured by, so that the choice does not flicker
+CERTAIN = 3.0  # deviations between drafting and plain decoding beyond which no plain round is run to compare
+SOONEST_END = 64  # tokens that a text is expected to go on for, at least, if it may
 
 
 @dataclass(frozen=True)
-class CostModel:
-    """Seconds of a target pass by tokens fed, and of drafting by guesses, as measured.
+class Wish:
+    """What a row could use.
 
     Attributes:
-        target: Tokens fed -> seconds, at least one entry, rising.
-        draft: Guesses -> seconds, by drafter; none costs nothing.
+        sequence: Whose row.
+        most: Guesses that it may be given.
+        lag: Tokens that its drafter must read before it can guess for it.
     """
 
-    target: tuple[tuple[int, float], ...]
-    draft: dict[str, tuple[tuple[int, float], ...]]
+    sequence: Sequence
+    most: int
+    lag: int = 0
 
-    def round_seconds(self, drafter: str, num_rows: int, num_tokens: int) -> float:
-        """Add a pass of the target to the drafting; what lies between them is not counted."""
-        return self.verify_seconds(num_rows * (num_tokens + 1)) + self.draft_seconds(drafter, num_tokens)
-
-    def knows(self, drafter: str) -> bool:
-        """Whether the drafter's cost is known."""
-        return drafter in self.draft
-
-    def noted(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> CostModel:
-        """Take in what a drafter costs."""
-        return replace(self, draft={**self.draft, drafter: seconds})
-
-    def verify_seconds(self, num_tokens: int) -> float:
-        """Seconds of one pass over `num_tokens` tokens in all."""
-        return _interpolated(self.target, num_tokens)
-
-    def draft_seconds(self, drafter: str, num_tokens: int) -> float:
-        """Seconds of drafting chains of `num_tokens`."""
-        points = self.draft.get(drafter)
-        return _interpolated(points, num_tokens) if points and num_tokens else 0.0
+    @property
+    def left(self) -> int:
+        """Tokens to come: as many as it may have, but a text is not expected to become more than twice as long."""
+        one = self.sequence
+        return max(1, min(one.limit - len(one), max(one.num_generated, SOONEST_END)))
 
 
-def _interpolated(points: tuple[tuple[int, float], ...], at: int) -> float:
-    """Read a measured curve between its points, and on along its last stretch."""
-    if len(points) == 1 or at <= points[0][0]:
-        return points[0][1]
-    right = next((i for i, (x, _) in enumerate(points) if x >= at), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
-    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+@dataclass(frozen=True)
+class Party:
+    """A drafter and the round that it drafts in.
+
+    Attributes:
+        drafter: Its name.
+        num_rows: Rows of the round, those of others included.
+        most: Guesses of an ordinary round at most: with `DRAFT_LENGTHS`, what there is to choose from.
+        trees: Whether guesses are trees.
+        inside: Whether the pass makes them itself (a captured round).
+        narrows: Whether the pass is cut to the longest proposal.
+        drawn: Whether any row of the round draws its tokens.
+        context: Tokens of a row, on average.
+        floor: Guesses that the pass is as wide as in any case.
+    """
+
+    drafter: str
+    num_rows: int
+    most: int
+    trees: bool = False
+    inside: bool = False
+    narrows: bool = False
+    drawn: bool = False
+    context: int = 0
+    floor: int = 0
+
+    def shape(self, num_tokens: int) -> PassShape:
+        """The pass with so many guesses."""
+        kind = self.drafter if num_tokens and (self.trees or self.inside) else CHAIN
+        return PassShape(self.num_rows, num_tokens, kind, self.drawn, self.context)
 
 
-class _Pace:
-    """One sequence's agreement by place in the chain, and whether it is resting from speculation."""
+@dataclass(frozen=True)
+class Choice:
+    """Guesses for each row, and whether any of it is for the sake of knowledge alone."""
 
-    def __init__(self) -> None:
-        self.right = [PRIOR_AGREEMENT * PRIOR_WEIGHT]  # the prior is evidence like any other, and fades like it
-        self.judged = [PRIOR_WEIGHT]
-        self.rounds = 0
-        self.pause = FIRST_PAUSE
-        self.rested = 0
+    lengths: list[int]
+    probe: bool = False
+    reference: bool = False
 
-    def agreements(self, most: int) -> Iterator[float]:
-        """Estimate for each place the chance that its guess agrees, given that those before it did.
 
-        A place leans on the one before it until it has been seen often enough itself: guesses that came far go on
-        agreeing (a copied passage), so one number for all places would cut chains too short.
-        """
-        chance = self.right[0] / self.judged[0]
-        for place in range(most):
-            if 0 < place < len(self.judged):
-                chance = (self.right[place] + LEANING_WEIGHT * chance) / (self.judged[place] + LEANING_WEIGHT)
-            yield chance
+@dataclass(frozen=True)
+class RoundTimes:
+    """What a round took, by the host's clock.
 
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Take in a round: of the guesses that were reached, all but perhaps the last agreed."""
-        self.rounds += 1
-        if accepted:  # what comes next may be worth guessing again: look sooner
-            self.pause = FIRST_PAUSE
-        for column in (self.right, self.judged):
-            column[:] = [MEMORY * value for value in column] + [0.0] * (drafted - len(column))
-        for place in range(min(drafted, accepted + 1)):
-            self.judged[place] += 1
-            self.right[place] += place < accepted
+    Attributes:
+        seconds: In all, but for what drafters read before it.
+        drafting: Of these, for guesses made outside of the pass.
+        feeding: For what drafters read before it.
+        width: Guesses that the pass was as wide as.
+        asked: Guesses that the drafter was asked for, and for how many rows.
+        rows_asked: See `asked`.
+        tokens: Tokens that it gave, all rows together.
+        clean: Whether nothing else was done in that time.
+    """
+
+    seconds: float
+    drafting: float
+    feeding: float
+    width: int
+    asked: int
+    rows_asked: int
+    tokens: int
+    clean: bool = True
 
 
 class Controller:
-    """Chooses each sequence's draft length for the next round; holds no state but by sequence."""
+    """Chooses draft lengths.
 
-    def __init__(self, cost: Costs) -> None:
-        self._cost = cost
-        self._paces: WeakKeyDictionary[Sequence, _Pace] = WeakKeyDictionary()
+    Args:
+        costs: What rounds cost.
+    """
 
-    def length(self, sequence: Sequence, drafter: str, most: int, num_rows: int, *, whole: bool = False) -> int:
-        """Choose how many guesses to ask for, 0 to `most`, where `num_rows` share the round.
+    def __init__(self, costs: RoundCosts) -> None:
+        self.costs = costs
+        self._agreements: WeakKeyDictionary[Sequence, dict[str, Agreement]] = WeakKeyDictionary()
+        self._reputations: dict[tuple[str, bool], Reputation] = {}
+        self._last: dict[str, int] = {}  # by drafter, the length chosen last
+        self._owed: dict[str, float] = {}  # by drafter, seconds that probes lost and time has not earned again
+        self._owed_plain: dict[str, float] = {}
 
-        `whole`: guesses are trees, drafted as wide as may be or not at all: half a tree is not half as good.
-        """
-        pace = self._pace(sequence)
-        if most == 0 or pace.rounds < TRIAL_ROUNDS:
-            return most
-        best = (self._worth if whole else self._best)(pace, drafter, most, num_rows)
-        if best:
-            pace.pause, pace.rested = FIRST_PAUSE, 0
-            return best
-        pace.rested += 1
-        if pace.rested < pace.pause:
-            return 0
-        pace.pause, pace.rested = min(2 * pace.pause, LONGEST_PAUSE), 0
-        return most if whole else min(PROBE_LENGTH, most)
+    # --- before a round
 
-    def note_cost(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> None:
-        """Take in what a drafter costs: guesses -> seconds."""
-        self._cost = self._cost.noted(drafter, seconds)
+    def choose(self, party: Party, wishes: Seq[Wish]) -> Choice:
+        """Choose each row's guesses, 0 to its most."""
+        longest = max((wish.most for wish in wishes), default=0)
+        if longest <= 0:
+            return Choice([0] * len(wishes))
+        lengths = _lengths(party.most, longest)
+        plan = _Plan(self.costs, party, wishes, [self._outlook(party, wish) for wish in wishes], lengths)
+        plain = plan.worth(0, [])
+        best = max(
+            (plan.worth(length, members) * (LOYALTY if length == self._last.get(party.drafter) else 1), length, members)
+            for length in lengths
+            for members in plan.memberships(length)
+        )
+        worth, length, members = best
+        if worth <= plain * (LOYALTY if self._last.get(party.drafter) == 0 else 1):
+            worth, length, members = plain, 0, []
+        self._last[party.drafter] = length
+        probe = reference = False
+        if len(members) < len(wishes) and self._owed.get(party.drafter, 0.0) <= 0:
+            length, members, probe = length or plan.probe_length(), list(range(len(wishes))), True
+            # Until it is read, so that no second one is started meanwhile.
+            self._owed[party.drafter] = max(plan.seconds(length, members) - plan.seconds(0, []), PROBE_SHARE)
+        elif length and self._doubtful(party, length, worth / plain):
+            self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
+            length, members, reference = 0, [], True
+        chosen = [0] * len(wishes)
+        for place in members:
+            chosen[place] = min(length, wishes[place].most)
+        for wish, own in zip(wishes, chosen, strict=True):
+            if not own:
+                self._agreement(party.drafter, wish.sequence).rest()
+        return Choice(chosen, probe, reference)
 
-    def knows(self, drafter: str) -> bool:
-        """Whether the drafter's cost is known."""
-        return self._cost.knows(drafter)
+    def _doubtful(self, party: Party, length: int, ratio: float) -> bool:
+        """Whether it is time to run a plain round, to see that drafting is indeed worth more."""
+        if self._owed_plain.get(party.drafter, 0.0) > 0:
+            return False
+        doubt = self.costs.doubt(party.shape(0)) + self.costs.doubt(party.shape(length))
+        return ratio - 1 < CERTAIN * doubt
 
-    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Take in how a sequence's guesses fared."""
-        if drafted:
-            self._pace(sequence).learn(drafted, accepted)
+    def _outlook(self, party: Party, wish: Wish) -> Outlook:
+        agreement = self._agreement(party.drafter, wish.sequence)
+        if not party.trees:
+            return agreement.outlook(wish.most)
+        reputation = self._reputation(party.drafter, wish.sequence)
+        places = agreement.outlook(reputation.depth(wish.most)).gain
+        gain = [places[min(reputation.depth(nodes), len(places) - 1)] for nodes in range(wish.most + 1)]
+        return Outlook([0.0, *gain[1:]], [1.0] * len(gain))
 
-    def _pace(self, sequence: Sequence) -> _Pace:
-        return self._paces.setdefault(sequence, _Pace())
+    # --- after it
 
-    def _worth(self, pace: _Pace, drafter: str, most: int, num_rows: int) -> int:
-        """Weigh the whole width against none, by how deep trees were right."""
-        tokens, chance = 1.0, 1.0
-        for agreement in pace.agreements(min(most, len(pace.judged))):
-            chance *= agreement
-            tokens += chance
-        plain, drafted = (self._cost.round_seconds(drafter, num_rows, length) for length in (0, most))
-        return most if tokens / drafted > 1 / plain else 0
+    def learn(self, sequence: Sequence, drafter: str, asked: int, drafted: int, accepted: int, *, tree: bool) -> None:
+        """Take in how a sequence's guesses fared: of `asked` ones (or nodes), `drafted` places were guessed."""
+        if not asked:
+            return
+        if tree:
+            self._reputation(drafter, sequence).note_depth(asked, drafted)
+        self._agreement(drafter, sequence).learn(drafted if tree else max(asked, drafted), drafted, accepted)
 
-    def _best(self, pace: _Pace, drafter: str, most: int, num_rows: int) -> int:
-        best, best_worth = 0, 1 / self._cost.round_seconds(drafter, num_rows, 0)
-        tokens, chance = 1.0, 1.0
-        for length, agreement in enumerate(pace.agreements(most), 1):
-            chance *= agreement
-            tokens += chance
-            seconds = self._cost.round_seconds(drafter, num_rows, length)
-            if tokens / seconds > best_worth:
-                best, best_worth = length, tokens / seconds
-        return best
+    def took(self, party: Party, choice_was_probe: bool, times: RoundTimes) -> None:
+        """Take in what a round took."""
+        shape = party.shape(times.width)
+        plain = self.costs.pass_seconds(replace(shape, num_tokens=0, kind=CHAIN))
+        for owed, share in ((self._owed, PROBE_SHARE), (self._owed_plain, REFERENCE_SHARE)):
+            for name in owed:
+                owed[name] = max(0.0, owed[name] - share * (times.seconds if times.clean else plain))
+        if choice_was_probe:
+            taken = times.seconds + times.feeding
+            if not times.clean:
+                taken = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
+                taken += self.costs.pass_seconds(shape) + times.feeding
+            lost = taken - plain * times.tokens / party.num_rows
+            self._owed[party.drafter] = max(0.0, lost)
+        if times.clean:
+            drafting = min(times.drafting, times.seconds)
+            self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
+            self.costs.took_pass(shape, times.seconds - drafting)
+
+    def _agreement(self, drafter: str, sequence: Sequence) -> Agreement:
+        known = self._agreements.setdefault(sequence, {})
+        if drafter not in known:
+            known[drafter] = Agreement(self._reputation(drafter, sequence))
+        return known[drafter]
+
+    def _reputation(self, drafter: str, sequence: Sequence) -> Reputation:
+        """Greedy and drawn text are two: guesses for the one say little of guesses for the other."""
+        key = drafter, sequence.request.params.temperature > 0
+        return self._reputations.setdefault(key, Reputation())
+
+
+def _lengths(most: int, longest: int) -> list[int]:
+    """Give the lengths to choose from: those that are captured on a card, up to the first that is long enough."""
+    every = sorted({length for length in (*DRAFT_LENGTHS, most) if length})
+    return [length for place, length in enumerate(every) if place == 0 or every[place - 1] < longest]
+
+
+class _Plan:
+    """Weighs one round's possibilities."""
+
+    def __init__(
+        self, costs: RoundCosts, party: Party, wishes: Seq[Wish], outlooks: Seq[Outlook], lengths: list[int]
+    ) -> None:
+        self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
+        self._lengths = lengths
+        # What is to be read first is spread over all that the row is still to say.
+        self._lags = [costs.feed_seconds(party.drafter, wish.lag) / wish.left for wish in wishes]
+
+    def memberships(self, length: int) -> list[list[int]]:
+        """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
+        order = sorted(range(len(self._wishes)), key=lambda row: -self._gain(row, length))
+        counts, count = {len(order)}, len(order)
+        while count > 1 and not self._party.inside:
+            count = (count + 1) // 2
+            counts.add(count)
+        return [order[:count] for count in sorted(counts)]
+
+    def worth(self, length: int, members: Seq[int]) -> float:
+        """Tokens a second."""
+        tokens, reading = float(self._party.num_rows), 0.0
+        for row in members:
+            gain = self._gain(row, length)
+            tokens += gain
+            reading += self._lags[row] * (1 + gain)
+        return tokens / (self.seconds(length, members) + reading)
+
+    def seconds(self, length: int, members: Seq[int]) -> float:
+        """Seconds of the round, without what is to be read before."""
+        party, costs = self._party, self._costs
+        drafting = costs.draft_seconds(party.drafter, len(members), length, drawn=party.drawn)
+        floor = party.floor
+        if not party.narrows or length <= floor:
+            return drafting + costs.pass_seconds(party.shape(max(length, floor)))
+        begin, seconds = floor, costs.pass_seconds(party.shape(floor))
+        taken = drafting + seconds
+        for end in self._lengths:
+            if begin < end <= length:
+                wider = costs.pass_seconds(party.shape(end))
+                taken += (wider - seconds) * self._reached(begin + 1, members)
+                begin, seconds = end, wider
+        return taken
+
+    def probe_length(self) -> int:
+        """As many guesses as cost hardly more than one does."""
+        everybody = range(len(self._wishes))
+        plain = self.seconds(0, [])
+        least = self.seconds(self._lengths[0], everybody) - plain
+        most = PROBE_SLACK * max(least, 0.0)
+        return max(
+            (one for one in self._lengths if self.seconds(one, everybody) - plain <= most), default=self._lengths[0]
+        )
+
+    def _gain(self, row: int, length: int) -> float:
+        gain = self._outlooks[row].gain
+        return gain[min(length, len(gain) - 1)]
+
+    def _reached(self, place: int, members: Seq[int]) -> float:
+        """The chance that any of these rows guesses as far as a place."""
+        none = 1.0
+        for row in members:
+            made = self._outlooks[row].made
+            none *= 1 - made[place] if place < len(made) else 1.0
+        return 1 - none

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,9 @@ from outrider.engine.flight import Flight, Readback
 from outrider.engine.graphs import RoundGraphs
 from outrider.engine.prefill import PromptFeeder
 from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.profile import Profiler
 from outrider.engine.round import STUCK, RoundPlan, propose, verify
+from outrider.engine.round_clock import RoundClock
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.speculator import Speculator
 from outrider.engine.state import DeviceState
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outrider.draft.drafter import Drafter
+    from outrider.engine.speculator import Decision
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
 
@@ -66,23 +70,26 @@ class Engine:
     ) -> None:
         assert config.max_model_len is not None
         self.runner = runner
-        self.config = config
+        self.config, self._num_blocks = config, num_blocks
         self.speculation = speculation
         self._lookahead = lookahead = MAX_DRAFT_TOKENS
+        most = speculation.num_speculative_tokens
         if config.exact:  # every round has the same width
-            self._lookahead = lookahead = speculation.num_speculative_tokens
+            self._lookahead = lookahead = most
         self._depth = int(runner.device.type == "cuda") if depth is None else depth
         self._flights: deque[Flight] = deque()
+        self._clock = RoundClock()
         sizes = config.max_num_seqs, config.max_model_len, lookahead
         self.state = DeviceState(*sizes, runner.device, runner.features)
         self.speculator = Speculator(
             runner,
             self.state,
             drafter,
-            num_tokens=speculation.num_speculative_tokens,
+            num_tokens=most,
             longest=lookahead,
             independent=speculation.verification.draws_guesses,
             adaptive=not config.exact,
+            profiler=Profiler(runner, self.state, speculation.verification, most, num_blocks),
         )
         pool, prefixes = BlockPool(num_blocks), None
         if config.prefix_caching:
@@ -100,7 +107,6 @@ class Engine:
         self._prompts = PromptFeeder(runner, self.state, config, self.scheduler)
         self.graphs: RoundGraphs | None = None
         if runner.device.type == "cuda":
-            most = speculation.num_speculative_tokens
             self.graphs = RoundGraphs(
                 runner, self.state, speculation.verification, drafter, most=most, exact=config.exact
             )
@@ -115,7 +121,7 @@ class Engine:
             self.speculator.prepare()
             return
         self.graphs.prepare(counted)
-        self.speculator.prepare(self.graphs.costs())
+        self.speculator.prepare(self.graphs.costs(self._num_blocks))
 
     @property
     def drafter(self) -> Drafter | None:
@@ -146,11 +152,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> None:
         """Feed prompts, start a round, and read the one before it (on a CPU: this one)."""
-        began = time.perf_counter()
+        self._clock.enter()
         try:
             self._step()
         finally:
-            self.figures.step_seconds += time.perf_counter() - began
+            self.figures.step_seconds += self._clock.leave()
 
     def relieve(self) -> None:
         """After steps that ran out of memory: read what is under way, and end the youngest text."""
@@ -159,6 +165,7 @@ class Engine:
 
     def _step(self) -> None:
         self.scheduler.admit()
+        feeding = len(self._ready()) < len(self.scheduler.running)
         self._prompts.feed(self.scheduler.running)
         ready = self._ready()
         if self._flights and self._must_read_first(ready):
@@ -170,7 +177,7 @@ class Engine:
         # The most important first: what one row needs may send away lesser ones, which then no longer run.
         ready = [one for one in self.scheduler.ranked(ready) if one.slot is not None and self.scheduler.secure(one)]
         if ready:
-            self._flights.append(self._launch(ready))
+            self._flights.append(self._launch(ready, alone=not feeding))
         self._read(self._depth if ready else 0)
 
     def _ready(self) -> list[Sequence]:
@@ -193,20 +200,24 @@ class Engine:
         while len(self._flights) > leave:
             self._collect(self._flights.popleft())
 
-    def _launch(self, ready: list[Sequence]) -> Flight:
-        """Decide how far to draft for each row, and start the round."""
-        wanted = self.speculator.lengths(ready, max(self.config.prefill_chunk_size, LEAST_CATCH_UP))
+    def _launch(self, ready: list[Sequence], *, alone: bool) -> Flight:
+        """Decide how far to draft for each row, and start the round; `alone`: no prompt was fed before it."""
+        began = time.perf_counter()
+        decision = self.speculator.decide(ready, max(self.config.prefill_chunk_size, LEAST_CATCH_UP))
+        wanted = decision.wanted
         for place, sequence in enumerate(ready):
             if wanted[place] and not self.scheduler.grow(sequence, sequence.reach + wanted[place]):
                 wanted[place] = 0  # no room for guesses: decode plainly rather than send somebody away
-        flight = self._replay(ready, wanted) or self._run(ready, wanted)
+        flight = self._replay(ready, decision) or self._run(ready, decision)
         for sequence, length in zip(ready, wanted, strict=True):
             sequence.ahead += length + 1
         self.figures.rounds += 1
-        return flight
+        clean = alone and (self._depth == 0 or not decision.feeding)
+        return replace(flight, began=began + decision.feeding, clean=clean)
 
-    def _replay(self, ready: list[Sequence], wanted: list[int]) -> Flight | None:
+    def _replay(self, ready: list[Sequence], decision: Decision) -> Flight | None:
         """Start a captured round; None where there is none for this."""
+        wanted = decision.wanted
         drafter = self.speculator.lone_drafter(ready, wanted)
         if self.graphs is None or (drafter is not self.drafter and any(wanted)) or _constrained(ready):
             return None
@@ -215,11 +226,11 @@ class Engine:
             return None
         members = tuple(place for place, length in enumerate(wanted) if length)
         served = [(drafter, members)] if drafter is not None and members else []
-        return Flight(ready, wanted, served, Readback(result))
+        return Flight(ready, wanted, served, Readback(result), decision)
 
-    def _run(self, ready: list[Sequence], wanted: list[int]) -> Flight:
+    def _run(self, ready: list[Sequence], decision: Decision) -> Flight:
         """Run a round operation by operation; on a card, what comes after guesses that needed the host is captured."""
-        began = time.perf_counter()
+        began, wanted = time.perf_counter(), decision.wanted
         plan = self._plan(ready, wanted)
         proposal, served = propose(plan, self.runner.vocab_size, self.speculator.failed)
         own, constrained = None, _constrained(ready)
@@ -236,7 +247,8 @@ class Engine:
         readback = Readback(verify(plan, proposal, self.runner, self.state) if result is None else result)
         self.figures.propose_seconds += middle - began
         self.figures.verify_seconds += time.perf_counter() - middle
-        return Flight(ready, wanted, [(share.drafter, share.members) for share in served], readback, own)
+        shares = [(share.drafter, share.members) for share in served]
+        return Flight(ready, wanted, shares, readback, decision, own=own, drafting=middle - began)
 
     def _plan(self, ready: list[Sequence], wanted: list[int]) -> RoundPlan:
         exact = self.config.exact
@@ -269,10 +281,11 @@ class Engine:
             if not sequence.finished:  # neither aborted nor ended in the round before this one
                 columns = None if report is None else [column[row] for column in report]
                 own = None if flight.own is None else flight.own[row]
-                self._take_in(sequence, packed[row], columns, now, own)
+                self._take_in(sequence, packed[row], columns, now, own, flight.wanted[row])
+        self.speculator.timed(flight.decision, self._clock.read(flight, packed))
 
     def _take_in(
-        self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float, own: int | None
+        self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float, own: int | None, asked: int
     ) -> None:
         """Give a sequence what a round made for it; its fault is its own."""
         *tokens, accepted, drafted, broken = packed
@@ -285,25 +298,24 @@ class Engine:
                 sequence.fail(why_stuck(sequence))
             if columns is not None and sequence.request.params.logprobs is not None:
                 _report(sequence, [column[:kept] for column in columns])
-            self._book(sequence, drafted, accepted, kept, own)
+            self._book(sequence, drafted, accepted, kept, asked if own is None else own)
         except Exception as error:
             logger.exception("request %s failed and is ended; others go on", sequence.request.id)
             sequence.fail(f"{type(error).__name__}: {error}")
         if sequence.finished:
             self.scheduler.retire(sequence)
 
-    def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int, own: int | None) -> None:
+    def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int, asked: int) -> None:
         """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted.
 
-        Of how its drafter fares, only its `own` guesses tell.
+        Of how its drafter fares, only the guesses tell that it was `asked` for.
         """
         if kept <= accepted:
-            drafted = accepted = kept
+            drafted = accepted = asked = kept
         sequence.ledger.record(drafted, accepted)
         sequence.cached = len(sequence) - 1
         self.scheduler.share(sequence)
-        most = drafted if own is None else own
-        self.speculator.learn(sequence, min(drafted, most), min(accepted, most))
+        self.speculator.learn(sequence, asked, min(drafted, asked), min(accepted, asked))
         self.figures.drafted += drafted
         self.figures.accepted += accepted
         self.figures.tokens += kept

@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from outrider.draft.drafter import Drafter
     from outrider.engine.round import RoundResult
+    from outrider.engine.speculator import Decision
     from outrider.sequence import Sequence
 
 __all__ = ["Flight", "Readback"]
@@ -56,11 +57,19 @@ class Flight:
         wanted: Guesses that each was allowed.
         served: Drafters that guessed, and for which rows.
         readback: Its results.
+        decision: What was decided for it.
+        began: When it was started.
+        clean: Whether nothing was started with it, such as a prompt.
         own: How many of each row's first guesses are its drafter's own; None: all.
+        drafting: Seconds that guesses took which were made outside of the pass.
     """
 
     sequences: list[Sequence]
     wanted: list[int]
     served: list[tuple[Drafter, tuple[int, ...]]]
     readback: Readback
+    decision: Decision
+    began: float = 0.0
+    clean: bool = False
     own: list[int] | None = None
+    drafting: float = 0.0

@@ -21,8 +21,11 @@ import torch
 
 from outrider.config import MAX_DRAFT_TOKENS, MAX_TREE_NODES
 from outrider.draft.drafter import PartedDrafter
+from outrider.engine.cost import CHAIN, DRAFT_LENGTHS, NEAR, Grid, RoundCosts
+from outrider.engine.profile import FAR
 from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
 from outrider.kernels.attention import BLOCK_SIZE
+from outrider.model.kv_cache import RESERVED, TRASH_BLOCK, blocks_for
 from outrider.proposal import Proposal
 from outrider.sampling.rules import RuleFlags
 from outrider.sampling.upload import upload
@@ -36,10 +39,9 @@ if TYPE_CHECKING:
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
 
-__all__ = ["Bucket", "GraphCosts", "RoundGraphs"]
+__all__ = ["Bucket", "RoundGraphs"]
 
 logger = logging.getLogger("outrider")
-LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # guesses that rounds are captured for
 SAMPLED = RuleFlags(random=True)  # serves greedy rows too: the kernel looks at each row's temperature
 REPORTS = (0, 1, 5, 20)  # likeliest tokens that a report may hold
 TIMED_REPLAYS = 3
@@ -109,6 +111,8 @@ class RoundGraphs:
         self._verification, self._exact = verification, exact
         self._drafter = drafter if drafter is not None and drafter.device_side else None
         self._usual: Given | None = None  # guesses that come from outside
+        apart = self._drafter is None and not (drafter is not None and drafter.makes_trees)
+        self._kind = CHAIN if drafter is None or apart else drafter.name
         if drafter is not None and not drafter.device_side:
             self._usual = Given(drafter.makes_trees, isinstance(drafter, PartedDrafter))
         self._most = most
@@ -133,7 +137,8 @@ class RoundGraphs:
         `counted` goes through a list and shows how far it is.
         """
         rows = [self._num_rows] if self._exact else _row_counts(self._num_rows)
-        lengths = [self._most] if self._exact else sorted({one for one in (*LENGTHS, self._most) if one <= self._most})
+        every = sorted({one for one in (*DRAFT_LENGTHS, self._most) if one <= self._most})
+        lengths = [self._most] if self._exact else every
         kinds = [(lengths[0], False)]  # plain decoding: in exact mode, too, as wide as the rest
         if self._drafter is not None or self._usual is not None:
             kinds += [(length, True) for length in lengths if length]
@@ -175,7 +180,7 @@ class RoundGraphs:
         num_rows = min(num_rows, self._num_rows)
         slots = self._state.places(sequences, num_rows)
         most = max(wanted) if proposal is None else proposal.num_tokens
-        sizes = (*LENGTHS, self._most) if proposal is None or proposal.parents is None else (*LENGTHS, MAX_TREE_NODES)
+        sizes = (*DRAFT_LENGTHS, self._most if proposal is None or proposal.parents is None else MAX_TREE_NODES)
         length = self._most if self._exact else min(one for one in sizes if one >= most)
         report = None if num_logprobs is None else min((one for one in REPORTS if one >= num_logprobs), default=None)
         if num_logprobs is not None and report is None:
@@ -195,25 +200,57 @@ class RoundGraphs:
         self.num_replays += 1
         return captured.result
 
-    def costs(self) -> GraphCosts | None:
-        """Time the captured rounds of simple rules, on rows that belong to nobody; None where there are none."""
-        seconds: dict[tuple[int, int], float] = {}
-        for bucket, captured in self._captured.items():
-            if captured is None or bucket.flags != SAMPLED or bucket.drafted != (bucket.num_tokens > 0):
-                continue
-            self._send([self._state.idle] * self._num_rows, [0] * self._num_rows)
-            events = [
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(TIMED_REPLAYS + 1)
-            ]
-            events[0].record()
-            for event in events[1:]:
-                captured.graph.replay()
-                event.record()
-            torch.cuda.synchronize(self._state.device)
-            times = [one.elapsed_time(other) for one, other in pairwise(events)]
-            seconds[bucket.num_rows, bucket.num_tokens] = min(times) / 1e3
-        return GraphCosts(seconds) if seconds else None
+    def costs(self, num_blocks: int) -> RoundCosts | None:
+        """Time the captured rounds of simple rules, before anybody runs; None where there are none.
+
+        Rows look back on blocks of their own, short and far; at their limit, they commit nothing.
+        """
+        context = min(FAR, self._state.tokens.shape[1] - MAX_DRAFT_TOKENS - 2)
+        if context <= 0 or not self.num_captured:
+            return None
+        near = self._timed(min(NEAR, context), num_blocks)
+        far = self._timed(context, num_blocks) if context > 2 * NEAR else near
+        span = max(1, context - NEAR)
+        slopes = {
+            kind: {key: max(0.0, far[kind][key] - seconds) / span for key, seconds in times.items()}
+            for kind, times in near.items()
+        }
+        passes, growth = (
+            {kind: Grid(times, stepped=True) for kind, times in table.items()} for table in (near, slopes)
+        )
+        return RoundCosts(passes, growth) if CHAIN in passes else None
+
+    def _timed(self, context: int, num_blocks: int) -> dict[str, dict[tuple[int, int], float]]:
+        """Give seconds by kind of pass, rows and guesses."""
+        state, rows = self._state, list(range(self._num_rows))
+        needed, free = blocks_for(context + MAX_DRAFT_TOKENS + 1), num_blocks - RESERVED
+        places = torch.arange(self._num_rows * needed, device=state.device).view(self._num_rows, needed)
+        seconds: dict[str, dict[tuple[int, int], float]] = {}
+        state.lengths[:-1] = context
+        state.tables[:-1, :needed] = RESERVED + places % free
+        try:
+            for bucket, captured in self._captured.items():
+                if captured is None or bucket.flags != SAMPLED or bucket.drafted != (bucket.num_tokens > 0):
+                    continue
+                self._send(rows, [0] * self._num_rows)
+                kind = self._kind if bucket.drafted else CHAIN
+                seconds.setdefault(kind, {})[bucket.num_rows, bucket.num_tokens] = self._best_replay(captured)
+        finally:
+            state.lengths[:-1] = 1
+            state.tables[:-1] = TRASH_BLOCK
+        return seconds
+
+    def _best_replay(self, captured: _Captured) -> float:
+        events = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(TIMED_REPLAYS + 1)
+        ]
+        events[0].record()
+        for event in events[1:]:
+            captured.graph.replay()
+            event.record()
+        torch.cuda.synchronize(self._state.device)
+        return min(float(one.elapsed_time(other)) for one, other in pairwise(events)) / 1e3
 
     def _send(self, slots: list[int], allowance: list[int]) -> None:
         """Tell the device who takes part, unless it was the same the last time."""
@@ -303,26 +340,3 @@ def _raise(drafter: Drafter, error: Exception) -> None:
 def _row_counts(most: int) -> list[int]:
     """Powers of two below `most`, and `most` itself."""
     return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-
-
-@dataclass(frozen=True)
-class GraphCosts:
-    """What captured rounds cost, as timed: (rows, guesses) -> seconds."""
-
-    seconds: dict[tuple[int, int], float]
-
-    def round_seconds(self, drafter: str, num_rows: int, num_tokens: int) -> float:  # noqa: ARG002 - one drafter
-        """Seconds of the smallest captured round that holds so many rows and guesses."""
-        fitting = [key for key in self.seconds if key[0] >= num_rows and key[1] >= num_tokens]
-        if not fitting:  # beyond what was timed: as much more as there are more tokens
-            rows, length = max(self.seconds, key=lambda key: key[0] * (key[1] + 1))
-            return self.seconds[rows, length] * num_rows * (num_tokens + 1) / (rows * (length + 1))
-        return self.seconds[min(fitting)]
-
-    def knows(self, drafter: str) -> bool:  # noqa: ARG002 - one drafter
-        """A request's own drafter counts as much as the engine's."""
-        return bool(self.seconds)
-
-    def noted(self, drafter: str, seconds: tuple[tuple[int, float], ...]) -> GraphCosts:  # noqa: ARG002 - as above
-        """Nothing to add."""
-        return self

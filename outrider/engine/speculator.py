@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.draft.drafter import PartedDrafter
-from outrider.engine.controller import Controller, Costs
-from outrider.engine.cost import measured, measured_draft
+from outrider.engine.controller import Controller, Party, Wish
+from outrider.engine.cost import Grid, unknown_costs
 from outrider.engine.round import Drafting
 from outrider.sampling.upload import upload
 
@@ -17,27 +19,48 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outrider.draft.drafter import Drafter
+    from outrider.engine.controller import RoundTimes
+    from outrider.engine.cost import RoundCosts
+    from outrider.engine.profile import Profiler
     from outrider.engine.state import DeviceState
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
 
-__all__ = ["Speculator"]
+__all__ = ["Decision", "Speculator"]
 
 logger = logging.getLogger("outrider")
 MOST_FAILURES = 3  # of a drafter in a row, before it is switched off
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided before a round.
+
+    Attributes:
+        wanted: Guesses for each row.
+        party: Who drafts, and in what round, as costs go by.
+        probe: Whether any of it is for the sake of knowledge alone.
+        feeding: Seconds that drafters took to read what they lacked.
+    """
+
+    wanted: list[int]
+    party: Party
+    probe: bool
+    feeding: float
 
 
 class Speculator:
     """Assigns drafters to rows before a round, and hears what became of their guesses after it.
 
     Args:
-        runner: The target, whose passes are timed where draft lengths adapt.
+        runner: The target.
         state: The device rows.
         drafter: Drafts for every sequence that brings no drafter of its own; None for nobody.
         num_tokens: Guesses a round where a request says nothing.
         longest: Guesses a round at most, whatever a request says.
         independent: Whether guesses must be drawn independently of the target's choice.
         adaptive: Whether "auto" requests draft only as far as it pays.
+        profiler: Times rounds, where draft lengths adapt.
     """
 
     def __init__(
@@ -50,13 +73,14 @@ class Speculator:
         longest: int,
         independent: bool,
         adaptive: bool,
+        profiler: Profiler,
     ) -> None:
         self.drafter = drafter
         self.num_failures = 0
         self.num_limited = 0  # sequences that grew beyond their draft's context
         self._runner, self._state = runner, state
         self._num_tokens, self._longest = num_tokens, longest
-        self._independent, self._adaptive = independent, adaptive
+        self._independent, self._adaptive, self._profiler = independent, adaptive, profiler
         # Requests bring drafters of their own: known as long as anybody holds them.
         self._drafters: WeakSet[Drafter] = WeakSet([] if drafter is None else [drafter])
         self._failures: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()  # of each drafter, in a row
@@ -68,40 +92,95 @@ class Speculator:
         if drafter is not None:
             self._drafters.add(drafter)
 
-    def prepare(self, costs: Costs | None = None) -> None:
-        """Measure what passes and drafts cost now, rather than in the first request's time; or take it as given."""
-        if costs is not None:
-            self._controller = Controller(costs)
-        if self._adaptive and self.drafter is not None:
-            self._control(self.drafter)
+    def prepare(self, costs: RoundCosts | None = None) -> None:
+        """Measure what rounds cost now, rather than in the first request's time; or take what is known of passes."""
+        if not self._adaptive or self.drafter is None:
+            return
+        try:
+            if costs is None:
+                costs = self._profiler.costs(self.drafter)
+            elif not self.drafter.device_side:
+                costs.note(self.drafter.name, *self._profiler.drafter(self.drafter))
+        except Exception as error:  # noqa: BLE001 - it will fail in its rounds too, where that is dealt with
+            logger.debug("rounds with drafter %s could not be timed: %s", self.drafter.name, error)
+        self._controller = Controller(costs or unknown_costs())
 
     # --- before a round
 
-    def lengths(self, ready: list[Sequence], budget: int) -> list[int]:
+    def decide(self, ready: list[Sequence], budget: int) -> Decision:
         """Choose how many guesses each row is to get.
 
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
         """
-        wanted = [self._length(sequence, len(ready)) for sequence in ready]
+        lags = [self._lag(one, self._most(one)) for one in ready]
+        wanted, probe = self._lengths(ready, lags)
         lagging: dict[int, list[tuple[Sequence, int]]] = {}
         for place, sequence in enumerate(ready):
-            drafter = self._drafter_of(sequence)
-            if not wanted[place] or drafter is None or sequence.slot is None:
+            missing = lags[place]
+            if not wanted[place] or not missing:
                 continue
-            try:
-                missing = drafter.missing(sequence.slot, sequence.settled)
-            except Exception as error:  # noqa: BLE001 - whatever a drafter does, requests go on
-                self.failed(drafter, error)
-                wanted[place] = 0
-                continue
-            if missing and budget > 0:
-                lagging.setdefault(id(drafter), []).append((sequence, min(missing, budget)))
+            if budget > 0:
+                lagging.setdefault(id(self._drafter_of(sequence)), []).append((sequence, min(missing, budget)))
             wanted[place] = wanted[place] if missing <= budget else 0
             budget = max(0, budget - missing)
+        began = time.perf_counter()
         for rows in lagging.values():
             failed = self._catch_up(rows)
             wanted = [0 if one in failed else length for one, length in zip(ready, wanted, strict=True)]
-        return wanted
+        party = self._party(self.lone_drafter(ready, wanted) or self.drafter, ready)
+        feeding = time.perf_counter() - began if lagging else 0.0
+        return Decision(wanted, party, probe, feeding)
+
+    def _lag(self, sequence: Sequence, most: int) -> int:
+        """Count what a row's drafter must read before it can guess for it."""
+        drafter = self._drafter_of(sequence)
+        if not most or drafter is None or sequence.slot is None:
+            return 0
+        try:
+            return drafter.missing(sequence.slot, sequence.settled)
+        except Exception as error:  # noqa: BLE001 - whatever a drafter does, requests go on
+            self.failed(drafter, error)
+            return 0
+
+    def _lengths(self, ready: list[Sequence], lags: list[int]) -> tuple[list[int], bool]:
+        """Choose by drafter: as asked, or as far as it pays; and say whether any of it is a probe."""
+        wanted: list[int] = []
+        open_to: dict[int, list[int]] = {}
+        probe = False
+        for place, sequence in enumerate(ready):
+            most, asked = self._most(sequence), sequence.request.params.draft_length
+            choosing = most > 0 and self._adaptive and asked is None
+            wanted.append(0 if choosing else most)
+            if choosing:
+                open_to.setdefault(id(self._drafter_of(sequence)), []).append(place)
+        for places in open_to.values():
+            drafter = self._drafter_of(ready[places[0]])
+            assert drafter is not None
+            party = replace(self._party(drafter, ready), floor=max(wanted))
+            wishes = [Wish(ready[place], self._most(ready[place]), lags[place]) for place in places]
+            choice = self._control(drafter).choose(party, wishes)
+            probe |= choice.probe
+            for place, length, wish in zip(places, choice.lengths, wishes, strict=True):
+                wanted[place] = max(length, self._forced(wish, drafter))
+        return wanted, probe
+
+    def _forced(self, wish: Wish, drafter: Drafter) -> int:
+        """Count what a grammar forces next: such guesses are right nearly always, and cost little."""
+        constraint = wish.sequence.constraint
+        return 0 if constraint is None or drafter.makes_trees else len(constraint.forced(wish.most))
+
+    def _party(self, drafter: Drafter | None, ready: list[Sequence]) -> Party:
+        on_card = self._runner.device.type == "cuda"
+        return Party(
+            drafter="" if drafter is None else drafter.name,
+            num_rows=len(ready),
+            most=self._num_tokens,
+            trees=drafter is not None and drafter.makes_trees,
+            inside=on_card and drafter is not None and drafter is self.drafter and drafter.device_side,
+            narrows=not on_card and drafter is not None and not drafter.makes_trees,
+            drawn=any(one.request.params.temperature > 0 for one in ready),
+            context=sum(map(len, ready)) // max(1, len(ready)),
+        )
 
     def _catch_up(self, lagging: list[tuple[Sequence, int]]) -> list[Sequence]:
         """Feed one drafter's lagging rows; give those that it failed."""
@@ -170,8 +249,8 @@ class Speculator:
         drafter = self._meant_for(sequence)
         return None if drafter is None or self._failures.get(drafter, 0) >= MOST_FAILURES else drafter
 
-    def _length(self, sequence: Sequence, num_rows: int) -> int:
-        """Choose a row's guesses: as wished, within what is left to generate and the draft's reach."""
+    def _most(self, sequence: Sequence) -> int:
+        """Give a row's guesses at most: as wished, within what is left to generate and the draft's reach."""
         drafter, params = self._drafter_of(sequence), sequence.request.params
         if drafter is None:
             return 0
@@ -181,12 +260,7 @@ class Speculator:
         if drafter.context_length is not None and most > drafter.context_length - sequence.reach:
             most = max(0, drafter.context_length - sequence.reach)
             self._note_limit(sequence, drafter)
-        if most <= 0 or not self._adaptive or asked is not None:
-            return max(0, most)
-        length = self._control(drafter).length(sequence, drafter.name, most, num_rows, whole=drafter.makes_trees)
-        if sequence.constraint is None or drafter.makes_trees:
-            return length
-        return max(length, len(sequence.constraint.forced(most)))  # these are right nearly always, and cost little
+        return max(0, most)
 
     def _note_limit(self, sequence: Sequence, drafter: Drafter) -> None:
         if sequence not in self._limited:
@@ -196,12 +270,15 @@ class Speculator:
             logger.warning(words, sequence.request.id, drafter.context_length)
 
     def _control(self, drafter: Drafter) -> Controller:
-        """Make the controller on first need, and time each drafter on first sight: real passes, for a moment."""
-        most = max(1, min(self._num_tokens, self._longest))
+        """Make the controller on first need, and time a request's own drafter on first sight: for a moment."""
         if self._controller is None:
-            self._controller = Controller(measured(self._runner, self._state, most))
-        if not self._controller.knows(drafter.name):
-            self._controller.note_cost(drafter.name, measured_draft(drafter, self._state, most))
+            self._controller = Controller(unknown_costs())
+        if not self._controller.costs.knows(drafter.name):
+            try:
+                self._controller.costs.note(drafter.name, *self._profiler.drafter(drafter, whole=False))
+            except Exception as error:  # noqa: BLE001 - it will fail in its rounds too, where that is dealt with
+                logger.debug("drafter %s could not be timed: %s", drafter.name, error)
+                self._controller.costs.note(drafter.name, Grid({(1, 1): 0.0}))
         return self._controller
 
     # --- after it
@@ -227,10 +304,16 @@ class Speculator:
         if self._guarded(drafter, partial(drafter.commit, *told, tuple(accepted))):
             self._failures.pop(drafter, None)
 
-    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+    def learn(self, sequence: Sequence, asked: int, drafted: int, accepted: int) -> None:
         """Take in how a sequence's guesses fared, for the lengths to come."""
+        drafter = self._meant_for(sequence)
+        if self._controller is not None and drafter is not None:
+            self._controller.learn(sequence, drafter.name, asked, drafted, accepted, tree=drafter.makes_trees)
+
+    def timed(self, decision: Decision, times: RoundTimes) -> None:
+        """Take in what a round took, for the lengths to come."""
         if self._controller is not None:
-            self._controller.learn(sequence, drafted, accepted)
+            self._controller.took(decision.party, decision.probe, times)
 
     def release(self, slot: int) -> None:
         """Let every drafter forget a slot."""

@@ -1,0 +1,53 @@
+"""What each round took, told from the times at which the host reads rounds anyway: nothing waits for the sake of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from outrider.engine.controller import RoundTimes
+
+if TYPE_CHECKING:
+    from outrider.engine.flight import Flight
+
+__all__ = ["RoundClock"]
+
+MOST_AWAY = 0.1  # of a round: time that callers spent between two steps, beyond which a round's time says nothing
+
+
+class RoundClock:
+    """Times rounds from read to read.
+
+    Where a round was started before the last one was read, its time runs from that reading on: until then the device
+    was busy with the other. Otherwise it runs from its own start.
+    """
+
+    def __init__(self) -> None:
+        self._read_at = self._left_at = self._entered_at = 0.0
+
+    def enter(self) -> None:
+        """A step begins."""
+        self._entered_at = time.perf_counter()
+
+    def leave(self) -> float:
+        """A step ends; give its seconds."""
+        self._left_at = time.perf_counter()
+        return self._left_at - self._entered_at
+
+    def read(self, flight: Flight, packed: list[list[int]]) -> RoundTimes:
+        """A round was read and its results were taken in; `packed` is what it gave, see `RoundResult`."""
+        now = time.perf_counter()
+        seconds = now - max(flight.began, self._read_at)
+        self._read_at = now
+        away = self._entered_at - self._left_at if flight.began < self._entered_at else 0.0
+        lone = len(flight.served) == (1 if any(flight.wanted) else 0)
+        return RoundTimes(
+            seconds=seconds,
+            drafting=flight.drafting,
+            feeding=flight.decision.feeding,
+            width=len(packed[0]) - 4,
+            asked=max(flight.wanted),
+            rows_asked=sum(length > 0 for length in flight.wanted),
+            tokens=sum(row[-3] + 1 for row in packed[: len(flight.sequences)]),
+            clean=flight.clean and lone and away <= MOST_AWAY * seconds,
+        )
