@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from benchmarks.terminal import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

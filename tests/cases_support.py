@@ -121,6 +121,8 @@ class Scripted:
     """
 
     context_length: int | None = None
+    device_side = False
+    makes_trees = False
     shares_blocks = True
 
     def __init__(

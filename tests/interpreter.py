@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.controller import CostModel
+from outrider.engine.cost import unknown_costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,6 @@ def rounds_on_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("a card runs kernels in test_gpu.py")
     monkeypatch.setenv("OUTRIDER_KERNELS", "1")
-    monkeypatch.setattr("outrider.engine.speculator.measured", lambda *_: CostModel(((1, 1.0),), {}))
-    monkeypatch.setattr("outrider.engine.speculator.measured_draft", lambda *_: ())
+    monkeypatch.setattr("outrider.engine.profile.Profiler.costs", lambda *_: unknown_costs())
     with mended_interpreter():
         yield

@@ -527,9 +527,9 @@ def test_what_was_not_drafted_for_is_caught_up(tmp_path: Path) -> None:
 
 def test_rows_that_rested_are_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that goes on plainly for a while leaves a gap in the drafter's cache."""
-    whole = Speculator._length
+    whole = Speculator._most
     rests = range(60, 85)
-    monkeypatch.setattr(Speculator, "_length", lambda *args: 0 if len(args[1]) in rests else whole(*args))
+    monkeypatch.setattr(Speculator, "_most", lambda *args: 0 if len(args[1]) in rests else whole(*args))
     model, weights = target_model(), tensors()
     llm, networks = engine(model, write_head(tmp_path, DFLASH, weights, "model.safetensors"))
     with llm:

@@ -109,11 +109,11 @@ def test_rows_that_rest_now_and_then_guess_as_if_they_had_not(
     monkeypatch.setattr("outrider.llm.Engine", functools.partial(Engine, depth=depth))
     rests: dict[int, int] = {}
 
-    def now_and_then(_: Speculator, sequence: Any, num_rows: int) -> int:
+    def now_and_then(_: Speculator, sequence: Any) -> int:
         turn = rests[id(sequence)] = rests.get(id(sequence), 0) + 1
         return 4 if turn % 9 in (0, 4, 5) and sequence.limit - len(sequence) > 10 else 0
 
-    monkeypatch.setattr(Speculator, "_length", now_and_then)
+    monkeypatch.setattr(Speculator, "_most", now_and_then)
     with engine(written(case, tmp_path)) as llm:
         outputs = llm.generate(PROMPTS, greedy_params(40, speculation=4))
     assert [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, outputs, strict=True)] == truth()

@@ -12,8 +12,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.draft.catching_up import runs
+from outrider.engine.cost import Grid
 from outrider.engine.engine import Engine
-from outrider.engine.graphs import GraphCosts
 from tests.scripted import generate_staggered, generate_together
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
 
@@ -125,11 +125,11 @@ def test_no_round_is_wasted_on_a_text_that_ended_by_its_length(monkeypatch: pyte
 
 
 def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:
-    costs = GraphCosts({(1, 0): 5.0, (1, 3): 8.0, (4, 0): 6.0, (4, 3): 9.0})
-    assert costs.round_seconds("draft", 1, 0) == 5.0
-    assert costs.round_seconds("draft", 1, 2) == 8.0
-    assert costs.round_seconds("draft", 3, 1) == 9.0
-    assert costs.round_seconds("draft", 4, 7) == 18.0  # beyond what was timed: twice the tokens, twice the time
+    grid = Grid({(1, 0): 5.0, (1, 3): 8.0, (4, 0): 6.0, (4, 3): 9.0}, stepped=True)
+    assert grid.at(1, 0) == 5.0
+    assert grid.at(1, 2) == 8.0
+    assert grid.at(3, 1) == 9.0
+    assert grid.at(4, 7) == pytest.approx(13.0)  # beyond what was timed: on along the last stretch
 
 
 def test_drafts_that_lag_far_and_near_are_not_padded_into_one_pass() -> None:

@@ -112,11 +112,11 @@ class Speculator:
 
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
         """
-        lags = [self._lag(one, self._most(one)) for one in ready]
-        wanted, probe = self._lengths(ready, lags)
+        wishes = [Wish(one, most := self._most(one), self._lag(one, most)) for one in ready]
+        wanted, probe = self._lengths(ready, wishes)
         lagging: dict[int, list[tuple[Sequence, int]]] = {}
         for place, sequence in enumerate(ready):
-            missing = lags[place]
+            missing = wishes[place].lag
             if not wanted[place] or not missing:
                 continue
             if budget > 0:
@@ -142,26 +142,24 @@ class Speculator:
             self.failed(drafter, error)
             return 0
 
-    def _lengths(self, ready: list[Sequence], lags: list[int]) -> tuple[list[int], bool]:
+    def _lengths(self, ready: list[Sequence], wishes: list[Wish]) -> tuple[list[int], bool]:
         """Choose by drafter: as asked, or as far as it pays; and say whether any of it is a probe."""
         wanted: list[int] = []
         open_to: dict[int, list[int]] = {}
         probe = False
-        for place, sequence in enumerate(ready):
-            most, asked = self._most(sequence), sequence.request.params.draft_length
-            choosing = most > 0 and self._adaptive and asked is None
-            wanted.append(0 if choosing else most)
+        for place, wish in enumerate(wishes):
+            choosing = wish.most > 0 and self._adaptive and wish.sequence.request.params.draft_length is None
+            wanted.append(0 if choosing else wish.most)
             if choosing:
-                open_to.setdefault(id(self._drafter_of(sequence)), []).append(place)
+                open_to.setdefault(id(self._drafter_of(wish.sequence)), []).append(place)
         for places in open_to.values():
             drafter = self._drafter_of(ready[places[0]])
             assert drafter is not None
             party = replace(self._party(drafter, ready), floor=max(wanted))
-            wishes = [Wish(ready[place], self._most(ready[place]), lags[place]) for place in places]
-            choice = self._control(drafter).choose(party, wishes)
+            choice = self._control(drafter).choose(party, [wishes[place] for place in places])
             probe |= choice.probe
-            for place, length, wish in zip(places, choice.lengths, wishes, strict=True):
-                wanted[place] = max(length, self._forced(wish, drafter))
+            for place, length in zip(places, choice.lengths, strict=True):
+                wanted[place] = max(length, self._forced(wishes[place], drafter))
         return wanted, probe
 
     def _forced(self, wish: Wish, drafter: Drafter) -> int:

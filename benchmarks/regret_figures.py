@@ -1,0 +1,138 @@
+"""The cells that no_regret.py measures, and what their rates say. Nothing here runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.summary import spread
+from benchmarks.terminal import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["AUTO", "PLAIN", "Cell", "cells", "judged", "regret_table", "verdicts"]
+
+AUTO, PLAIN = "auto", "off"
+MIXED = "mixed"
+MOST_REGRET = 0.03
+LEAST_GAIN = 0.10
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload.
+
+    Attributes:
+        rows: Requests at a time.
+        tokens: New tokens of each.
+        temperature: Of all.
+        text: An agreement; "mixed" (all of them, in turn), or the name of a prompt of the real model.
+    """
+
+    rows: int
+    tokens: int
+    temperature: float
+    text: float | str
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        text = self.text if isinstance(self.text, str) else f"agreement {self.text:g}"
+        return f"{text}, {self.rows} x {self.tokens}, T={self.temperature:g}"
+
+
+def cells(
+    rows: Sequence[int], tokens: Sequence[int], temperatures: Sequence[float], agreements: Sequence[float], usual: int
+) -> list[Cell]:
+    """Give the design: lines through one point rather than every combination, the most telling first.
+
+    The point is one greedy request of `usual` tokens. Every agreement is measured there; every number of rows and every
+    length with the lowest, a middle and the highest agreement, as what pays depends on both; short texts of many rows;
+    temperatures with a low and a high one. Then texts of all agreements together, one by one and side by side.
+    """
+    first = temperatures[0]
+    low, middle, high = agreements[0], agreements[len(agreements) // 2], agreements[-1]
+    found = [Cell(1, usual, first, agreement) for agreement in (low, high, middle)]
+    found.append(Cell(1, usual, first, MIXED))
+    found += [Cell(count, usual, first, agreement) for count in rows[1:] for agreement in (low, middle, high)]
+    found += [Cell(1, length, first, one) for length in tokens if length != usual for one in (low, middle, high)]
+    found += [Cell(count, usual, first, MIXED) for count in rows[1:]]
+    found += [Cell(1, usual, first, agreement) for agreement in agreements]
+    found += [Cell(rows[len(rows) // 2], min(tokens), first, agreement) for agreement in (low, high)]
+    found += [Cell(1, usual, one, agreement) for one in temperatures[1:] for agreement in (low, high)]
+    found.append(Cell(rows[-1], min(tokens), first, low))
+    found.append(Cell(rows[-1], usual, temperatures[-1], high))
+    return list(dict.fromkeys(found))
+
+
+def judged(cell: Cell, rates: dict[str, list[float]], **more: Any) -> dict[str, Any]:
+    """Work a cell out of its rates (tokens a second), by setting and turn.
+
+    Settings are compared turn by turn, as those of one turn stood side by side in time; the median of turns counts.
+    `noise` is how far the same setting's own turns lie apart: half the spread of plain decoding's, as a share.
+    """
+    ratios = {
+        setting: median(mine / other for mine, other in zip(rates[AUTO], values, strict=True))
+        for setting, values in rates.items()
+        if setting != AUTO
+    }
+    best = min(ratios, key=lambda setting: ratios[setting])
+    plain = rates[PLAIN]
+    return {
+        **asdict(cell),
+        "name": cell.name,
+        "rates": rates,
+        "spread": {setting: asdict(spread(values)) for setting, values in rates.items()},
+        "ratios": ratios,
+        "best": best,
+        "regret": 1 - ratios[best],
+        "noise": (max(plain) - min(plain)) / 2 / median(plain),
+        "first_turn": rates[AUTO][0] / max(values[0] for setting, values in rates.items() if setting != AUTO),
+        **more,
+    }
+
+
+def verdicts(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Hold all cells against the promises; `reached` is None where nothing was measured."""
+    losing = [
+        {key: one[key] for key in ("name", "regret", "noise", "best")} for one in found if one["regret"] > MOST_REGRET
+    ]
+    mixed = []
+    for one in found:
+        fixed = {setting: ratio for setting, ratio in one["ratios"].items() if setting != PLAIN}
+        if one["text"] == MIXED and fixed:
+            best = min(fixed, key=lambda setting: fixed[setting])
+            mixed.append({"name": one["name"], "best": best, "gain": fixed[best] - 1, "rows": one["rows"]})
+    return {
+        "never slower": {
+            "bound": MOST_REGRET,
+            "cells": len(found),
+            "losing": losing,
+            "reached": not losing if found else None,
+        },
+        "mixed": {
+            "bound": LEAST_GAIN,
+            "cells": mixed,
+            "reached": all(one["gain"] >= LEAST_GAIN for one in mixed) if mixed else None,
+        },
+    }
+
+
+def regret_table(found: Sequence[dict[str, Any]]) -> Table:
+    """Lay out every cell: tokens a second by setting, and how auto stands against the best of the others."""
+    table = Table(title="Tokens a second (median of turns); auto against the best of the others", title_justify="left")
+    settings = list(dict.fromkeys(setting for one in found for setting in one["rates"]))
+    table.add_column("cell", no_wrap=True)
+    for name in (*settings, "best", "auto / best", "noise", "guesses"):
+        table.add_column(name, justify="right")
+    for one in found:
+        ratio, losing = 1 - one["regret"], one["regret"] > MOST_REGRET
+        rates = (f"{median(one['rates'][setting]):.1f}" if setting in one["rates"] else "" for setting in settings)
+        shown = f"{ratio:.3f}"
+        table.add_row(
+            one["name"], *rates, one["best"], f"[red]{shown}[/red]" if losing else shown, f"{one['noise']:.3f}",
+            f"{one.get('guesses', 0):.2f}",
+        )  # fmt: skip
+    return table
