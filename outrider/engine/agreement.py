@@ -6,18 +6,22 @@ little of that itself; its own rounds soon outweigh it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    _Pair = tuple[list[float], list[float]]
+
 __all__ = ["Agreement", "Outlook", "Reputation"]
 
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 2.0  # of a drafter of which nothing was seen yet: hope, so that it is tried
-LENT_WEIGHT = 2.0  # rounds that a drafter's reputation counts for in a sequence's own estimate
-LEANING_WEIGHT = 1.0  # the same for a place after the first, which leans on the place before it
-OWN_MEMORY, SHARED_MEMORY = 0.9, 0.98  # weight that the past keeps with each round of guesses
+VIEWS = ((2.0, 0.9), (2.0, 0.97), (8.0, 0.97), (32.0, 0.97))  # see `Reputation`
+MEMORIES = tuple(dict.fromkeys(memory for _, memory in VIEWS))
+LEANING_WEIGHT = 1.0  # evidence that the place before counts for, in the estimate of a place after the first
+SHARED_MEMORY = 0.995  # weight that the past of all sequences keeps with each row's guesses
 REST_MEMORY, REST_WEIGHT = 0.98, 4.0  # with each round without; no further down than to so much evidence
 SURE = 0.995
 
@@ -28,48 +32,87 @@ class Outlook:
 
     Attributes:
         gain: Guesses accepted.
-        made: Chance that so many guesses, or more, are made at all.
+        wide: Chance that so many guesses, or more, are made at all.
     """
 
     gain: Sequence[float]
-    made: Sequence[float]
+    wide: Sequence[float]
 
 
-@dataclass
+class _Chances(NamedTuple):
+    """Of one place: that a guess is right, that one is made after right ones, that one is made at all."""
+
+    right: float
+    made: float
+    wide: float
+
+
 class _Evidence:
-    """Weighted counts by place: of those reached, how many were right; of those asked for, how many were made."""
+    """Weighted counts by place, each of two columns: how often it was so, of how often it could have been.
 
-    right: list[float] = field(default_factory=list)
-    reached: list[float] = field(default_factory=list)
-    made: list[float] = field(default_factory=list)
-    asked: list[float] = field(default_factory=list)
+    `right`: a guess that was made, all before it being right. `made`: a guess after right ones, whether it was made at
+    all. `wide`: a guess, whether it was made, whatever those before it were worth.
+    """
+
+    def __init__(self, hope: float = 0.0, weight: float = 0.0) -> None:
+        first = [hope * weight] if weight else [], [weight] if weight else []
+        self.right: _Pair = first
+        self.made: _Pair = [], []
+        self.wide: _Pair = [], []
+
+    @property
+    def weight(self) -> float:
+        """Rounds that it stands for."""
+        return self.made[1][0] if self.made[1] else 0.0
 
     def fade(self, share: float) -> None:
-        for column in (self.right, self.reached, self.made, self.asked):
-            column[:] = [share * value for value in column]
+        """Let the past count less."""
+        for pair in (self.right, self.made, self.wide):
+            for column in pair:
+                column[:] = [share * value for value in column]
 
     def add(self, asked: int, drafted: int, accepted: int) -> None:
-        for column in (self.right, self.reached, self.made, self.asked):
-            column.extend([0.0] * (asked - len(column)))
+        """Take in one row of a round."""
+        for pair in (self.right, self.made, self.wide):
+            for column in pair:
+                column.extend([0.0] * (asked - len(column)))
         for place in range(asked):
-            self.asked[place] += 1
-            self.made[place] += place < drafted
+            made = place < drafted
+            self.wide[0][place] += made
+            self.wide[1][place] += 1
             if place <= accepted:
-                self.reached[place] += 1
-                self.right[place] += place < accepted
+                self.made[0][place] += made
+                self.made[1][place] += 1
+                if made:
+                    self.right[0][place] += place < accepted
+                    self.right[1][place] += 1
 
-    def share(self, part: list[float], whole: list[float], place: int, lent: float, weight: float) -> float:
-        if place >= len(whole):
-            return lent
-        return (part[place] + weight * lent) / (whole[place] + weight)
+    @staticmethod
+    def share(pair: _Pair, place: int, lent: float, weight: float) -> float:
+        """Give how often it was so at a place, leaning on `lent` as on so much evidence."""
+        so, of = pair
+        return (
+            lent if place >= len(of) or not of[place] + weight else (so[place] + weight * lent) / (of[place] + weight)
+        )
 
 
 class Reputation:
-    """What was seen of one drafter lately, in whatever sequences it guessed for."""
+    """What was seen of one drafter lately, in whatever sequences it guessed for.
+
+    Texts may be all alike to a drafter, or each another; they may change as they go, or not. So how much a sequence's
+    own past counts is not fixed: several `VIEWS`, each a weight of the reputation beside it and a memory for it,
+    foretell every first guess, and the one that has foretold best lately is believed.
+    """
 
     def __init__(self) -> None:
-        self._seen = _Evidence([FIRST_CHANCE * FIRST_WEIGHT], [FIRST_WEIGHT], [FIRST_WEIGHT], [FIRST_WEIGHT])
+        self._seen = _Evidence(FIRST_CHANCE, FIRST_WEIGHT)
         self._depths: dict[int, int] = {}  # of trees: nodes asked for -> places reached
+        self._losses = [0.0] * len(VIEWS)
+
+    @property
+    def view(self) -> tuple[float, float]:
+        """The view that foretold best: the weight of this reputation, and the memory of a sequence's own past."""
+        return VIEWS[self._losses.index(min(self._losses))]
 
     def depth(self, num_nodes: int) -> int:
         """How many places a tree of so many nodes reaches: as seen, else as far as any did."""
@@ -77,20 +120,24 @@ class Reputation:
             return min(num_nodes, max(self._depths.values(), default=num_nodes))
         return self._depths[num_nodes]
 
-    def chances(self, most: int) -> list[tuple[float, float]]:
-        """Give for each place the chance that its guess is right if those before were, and that it is made."""
-        found, right, made = [], FIRST_CHANCE, 1.0
-        seen = self._seen
+    def chances(self, most: int) -> list[_Chances]:
+        """Give what is to be expected at each place."""
+        seen, found = self._seen, []
+        right, made, wide = FIRST_CHANCE, 1.0, 1.0
         for place in range(most):
-            right = seen.share(seen.right, seen.reached, place, right, LEANING_WEIGHT * (place > 0))
-            made = min(made, seen.share(seen.made, seen.asked, place, made, LEANING_WEIGHT * (place > 0)))
-            found.append((right, made))
+            right = seen.share(seen.right, place, right, LEANING_WEIGHT)
+            made = seen.share(seen.made, place, 1.0 if place else made, LEANING_WEIGHT)
+            wide = min(wide, seen.share(seen.wide, place, wide, LEANING_WEIGHT))
+            found.append(_Chances(right, made, wide))
         return found
 
-    def learn(self, asked: int, drafted: int, accepted: int) -> None:
-        """Take in one row of a round."""
+    def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float]) -> None:
+        """Take in one row of a round, and how likely each view held its first guess to be right."""
         self._seen.fade(SHARED_MEMORY)
         self._seen.add(asked, drafted, accepted)
+        for place, chance in enumerate(foretold):
+            likely = min(SURE, max(1 - SURE, chance if accepted else 1 - chance))
+            self._losses[place] = SHARED_MEMORY * self._losses[place] - math.log(likely)
 
     def note_depth(self, num_nodes: int, depth: int) -> None:
         """Note how far a tree reached."""
@@ -102,7 +149,7 @@ class Agreement:
 
     def __init__(self, reputation: Reputation) -> None:
         self._reputation = reputation
-        self._own = _Evidence()
+        self._own = {memory: _Evidence() for memory in MEMORIES}
 
     def outlook(self, most: int) -> Outlook:
         """Say what to expect of up to `most` guesses in a chain, or places of a tree.
@@ -110,26 +157,32 @@ class Agreement:
         A place leans on the one before it, as far as the drafter's reputation falls from that one to this: guesses that
         came far go on agreeing (a copied passage), so one number for all places would cut chains too short.
         """
-        gain, made = [0.0], [1.0]
-        reached, chance, before = 1.0, 0.0, 1.0
-        for place, (known, likely) in enumerate(self._reputation.chances(most)):
-            lent = known if place == 0 else min(SURE, chance * known / max(before, 0.01))
-            weight = LENT_WEIGHT if place == 0 else LEANING_WEIGHT
-            own = self._own
-            chance = min(SURE, own.share(own.right, own.reached, place, lent, weight))
-            reached *= chance
+        gain, wide = [0.0], [1.0]
+        weight, memory = self._reputation.view
+        own, reached, right, before = self._own[memory], 1.0, 0.0, 1.0
+        for place, known in enumerate(self._reputation.chances(most)):
+            lent = min(SURE, right * known.right / max(before, 0.01)) if place else known.right
+            right = min(SURE, own.share(own.right, place, lent, LEANING_WEIGHT if place else weight))
+            reached *= right * own.share(own.made, place, known.made, LEANING_WEIGHT if place else weight)
             gain.append(gain[-1] + reached)
-            made.append(min(made[-1], own.share(own.made, own.asked, place, likely, LENT_WEIGHT)))
-            before = known
-        return Outlook(gain, made)
+            wide.append(min(wide[-1], own.share(own.wide, place, known.wide, weight)))
+            before = known.right
+        return Outlook(gain, wide)
 
     def learn(self, asked: int, drafted: int, accepted: int) -> None:
-        """Take in a round: guesses that were not made are as good as wrong."""
-        self._own.fade(OWN_MEMORY)
-        self._own.add(asked, drafted, accepted)
-        self._reputation.learn(asked, drafted, accepted)
+        """Take in a round."""
+        first, foretold = self._reputation.chances(1)[0], []
+        for weight, memory in VIEWS:
+            own = self._own[memory]
+            made, right = own.share(own.made, 0, first.made, weight), own.share(own.right, 0, first.right, weight)
+            foretold.append(made * right)
+        self._reputation.learn(asked, drafted, accepted, foretold)
+        for memory, own in self._own.items():
+            own.fade(memory)
+            own.add(asked, drafted, accepted)
 
     def rest(self) -> None:
         """Take in a round without guesses: what was seen before says a little less of what comes."""
-        if self._own.reached and self._own.reached[0] > REST_WEIGHT:
-            self._own.fade(REST_MEMORY)
+        for own in self._own.values():
+            if own.weight > REST_WEIGHT:
+                own.fade(REST_MEMORY)

@@ -22,9 +22,10 @@ DRAFT_LENGTHS = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # guesses a round th
 CHAIN = ""  # the kind of pass that judges chains made outside of it, or nothing
 NEAR = 128  # cached tokens that the grids of passes look back on
 
-NOISE = 0.1  # of one timed round, as a share of it (standard deviation of the logarithm, as all that follow)
+NOISE, LEAST_NOISE = 0.1, 0.01  # of one timed round, at first and at least (deviations of its logarithm, as all here)
+NOISE_RATE = 0.02  # weight of the newest round in it
 DOUBT = 0.2  # of a profile: in what all have in common, and in each narrower kind of round
-SWAY = 0.02, 0.005, 0.005, 0.005  # what each of these may change by, a round: the machine's speed as a whole most
+SWAY = 0.01, 0.002, 0.002, 0.002  # what each of these may change by, a round: the machine's speed as a whole most
 FEED_RATE = 0.2  # weight of the newest reading of what a drafter lacked
 OUTLIER = 2.5  # deviations beyond which a timing says little: a page fault, a captured graph, a neighbour
 
@@ -112,6 +113,7 @@ class _Corrections:
 
     def __init__(self) -> None:
         self._effects: dict[Hashable, tuple[float, float]] = {}  # mean and variance of a logarithm
+        self._noise = NOISE**2
 
     def factor(self, keys: Iterable[Hashable]) -> float:
         """Give what to multiply the profile by."""
@@ -126,8 +128,10 @@ class _Corrections:
         effects = [self._effects.get(key, (0.0, DOUBT**2)) for key in keys]
         error = math.log(ratio) - sum(mean for mean, _ in effects)
         known = sum(variance for _, variance in effects)
-        noise = NOISE**2
-        if error**2 > OUTLIER**2 * (known + noise):
+        noise = self._noise
+        usual = OUTLIER**2 * (known + noise)
+        self._noise += NOISE_RATE * (max(LEAST_NOISE**2, min(error**2, usual) - known) - noise)
+        if error**2 > usual:
             noise = error**2
         for key, (mean, variance), sway in zip(keys, effects, SWAY, strict=True):
             gain = variance / (known + noise)

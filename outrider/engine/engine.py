@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outrider.draft.drafter import Drafter
-    from outrider.engine.speculator import Decision
+    from outrider.engine.flight import Decision
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
 

@@ -9,11 +9,11 @@ import torch
 
 if TYPE_CHECKING:
     from outrider.draft.drafter import Drafter
+    from outrider.engine.controller import Party
     from outrider.engine.round import RoundResult
-    from outrider.engine.speculator import Decision
     from outrider.sequence import Sequence
 
-__all__ = ["Flight", "Readback"]
+__all__ = ["Decision", "Flight", "Readback"]
 
 
 class Readback:
@@ -46,6 +46,23 @@ class Readback:
     def _wait(self) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided before a round.
+
+    Attributes:
+        wanted: Guesses for each row.
+        party: Who drafts, and in what round, as costs go by.
+        probe: Whether any of it is for the sake of knowledge alone.
+        feeding: Seconds that drafters took to read what they lacked.
+    """
+
+    wanted: list[int]
+    party: Party
+    probe: bool
+    feeding: float
 
 
 @dataclass(frozen=True)

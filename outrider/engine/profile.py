@@ -89,7 +89,28 @@ class Profiler:
             for length in self._lengths()
             if length
         }
-        return Grid(_rising(_fastest(work, self._device))), self._feed(drafter, whole=whole)
+        return Grid(_rising(_fastest(work, self._device))), self.feed(drafter, whole=whole)
+
+    def feed(self, drafter: Drafter, *, whole: bool = True) -> tuple[float, float]:
+        """Time how a drafter reads what its cache lacks: seconds of a call, and of a token."""
+        idle, length = self._state.idle, self._length(FED[-1])
+        lacking = drafter.missing(idle, length) if drafter.bytes_per_slot else 0
+        if not lacking:
+            return 0.0, 0.0
+        rows = self._rows(1, length, whole=whole).drafting(self._verification.draws_guesses)
+
+        def read(count: int) -> None:
+            drafter.release(idle)
+            drafter.catch_up(rows, (count,))
+
+        few = min(FED[0], lacking)
+        try:
+            counts = sorted({few, lacking})
+            taken = _fastest({(1, count): partial(read, count) for count in counts}, self._device)
+        finally:
+            drafter.release(idle)
+        token = max(0.0, taken[1, lacking] - taken[1, few]) / max(1, lacking - few)
+        return max(0.0, taken[1, few] - token * few), token
 
     # --- what is timed
 
@@ -139,27 +160,6 @@ class Profiler:
             drafting=() if drafter is None else (Drafting(drafter),),
             verification=self._verification,
         )
-
-    def _feed(self, drafter: Drafter, *, whole: bool) -> tuple[float, float]:
-        """Time how a drafter reads what its cache lacks: seconds of a call, and of a token."""
-        idle, length = self._state.idle, self._length(FED[-1])
-        lacking = drafter.missing(idle, length) if drafter.bytes_per_slot else 0
-        if not lacking:
-            return 0.0, 0.0
-        rows = self._rows(1, length, whole=whole).drafting(self._verification.draws_guesses)
-
-        def read(count: int) -> None:
-            drafter.release(idle)
-            drafter.catch_up(rows, (count,))
-
-        few = min(FED[0], lacking)
-        try:
-            counts = sorted({few, lacking})
-            taken = _fastest({(1, count): partial(read, count) for count in counts}, self._device)
-        finally:
-            drafter.release(idle)
-        token = max(0.0, taken[1, lacking] - taken[1, few]) / max(1, lacking - few)
-        return max(0.0, taken[1, few] - token * few), token
 
     # --- on which shapes
 

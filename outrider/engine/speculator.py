@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from outrider.draft.drafter import PartedDrafter
 from outrider.engine.controller import Controller, Party, Wish
 from outrider.engine.cost import Grid, unknown_costs
+from outrider.engine.flight import Decision
 from outrider.engine.round import Drafting
 from outrider.sampling.upload import upload
 
@@ -26,27 +27,10 @@ if TYPE_CHECKING:
     from outrider.model.runner import Runner
     from outrider.sequence import Sequence
 
-__all__ = ["Decision", "Speculator"]
+__all__ = ["Speculator"]
 
 logger = logging.getLogger("outrider")
 MOST_FAILURES = 3  # of a drafter in a row, before it is switched off
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided before a round.
-
-    Attributes:
-        wanted: Guesses for each row.
-        party: Who drafts, and in what round, as costs go by.
-        probe: Whether any of it is for the sake of knowledge alone.
-        feeding: Seconds that drafters took to read what they lacked.
-    """
-
-    wanted: list[int]
-    party: Party
-    probe: bool
-    feeding: float
 
 
 class Speculator:
@@ -99,7 +83,9 @@ class Speculator:
         try:
             if costs is None:
                 costs = self._profiler.costs(self.drafter)
-            elif not self.drafter.device_side:
+            elif self.drafter.device_side:  # its guesses are part of the passes
+                costs.feeds[self.drafter.name] = self._profiler.feed(self.drafter)
+            else:
                 costs.note(self.drafter.name, *self._profiler.drafter(self.drafter))
         except Exception as error:  # noqa: BLE001 - it will fail in its rounds too, where that is dealt with
             logger.debug("rounds with drafter %s could not be timed: %s", self.drafter.name, error)
@@ -129,6 +115,9 @@ class Speculator:
             wanted = [0 if one in failed else length for one, length in zip(ready, wanted, strict=True)]
         party = self._party(self.lone_drafter(ready, wanted) or self.drafter, ready)
         feeding = time.perf_counter() - began if lagging else 0.0
+        fed = [count for rows in lagging.values() for _, count in rows]
+        if self._controller is not None and len(fed) == 1:
+            self._controller.costs.took_feed(party.drafter, fed[0], feeding)
         return Decision(wanted, party, probe, feeding)
 
     def _lag(self, sequence: Sequence, most: int) -> int:

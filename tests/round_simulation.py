@@ -1,0 +1,156 @@
+"""Rounds that nobody computes: a clock that is told what rounds cost, and guesses that are right by the toss of a coin.
+
+It runs the controller alone, for as long as one likes, in no time: what it gains and loses is then a matter of its
+decisions, not of this machine.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from outrider.engine.controller import Controller, Party, RoundTimes, Wish
+from outrider.engine.cost import CHAIN, Grid, RoundCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Machine", "Text", "run"]
+
+
+class Text(SimpleNamespace):
+    """A sequence, as far as the controller looks at it."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, agreement: float | Callable[[int], float], tokens: int, seed: int = 0) -> None:
+        super().__init__(
+            limit=tokens, num_generated=0, request=SimpleNamespace(params=SimpleNamespace(temperature=0.0))
+        )
+        chance = agreement if callable(agreement) else lambda _: agreement
+        coin = random.Random(seed)
+        self.right = [coin.random() < chance(place) for place in range(tokens + 1)]  # whether each token can be guessed
+        self.cached = 0  # by the draft
+
+    def __len__(self) -> int:
+        return self.num_generated
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@dataclass
+class Machine:
+    """What rounds really cost.
+
+    Attributes:
+        plain: Seconds of a plain round by rows.
+        wide: More for each guess that is verified, by rows.
+        draft: Seconds a guess; 0 rows share it all the same.
+        call: Seconds until a draft has read what it lacks.
+        inside: Whether drafting is part of the pass.
+        makes: Chance that there is any guess.
+        noise: Deviation of the logarithm of each round's time.
+    """
+
+    plain: Callable[[int], float] = lambda rows: 1.0
+    wide: Callable[[int], float] = lambda rows: 0.02
+    draft: float = 0.15
+    call: float = 0.0
+    inside: bool = False
+    makes: float = 1.0
+    noise: float = 0.0
+    slow: Callable[[int], float] = lambda _: 1.0
+    random: random.Random = field(default_factory=lambda: random.Random(0))
+    most: int = 8
+    num_rounds: int = 0
+
+    def profile(self, num_rows: int, error: Callable[[int, int], float] = lambda rows, width: 1.0) -> RoundCosts:
+        """What is measured at start; `error` distorts it."""
+        lengths = [length for length in (0, 1, 2, 3, 5, 8, 12, 16) if length <= self.most]
+        rows = [count for count in (1, 2, 4, 8, 16, 32) if count <= num_rows]
+        passes = {(b, k): (self.plain(b) + k * self.wide(b)) * error(b, k) for b in rows for k in lengths}
+        drafts = {(b, k): k * self.draft * error(b, k) for b in rows for k in lengths if k}
+        if self.inside:
+            whole = {key: seconds + drafts[key] for key, seconds in passes.items() if key[1]}
+            plain = {key: seconds for key, seconds in passes.items() if not key[1]}
+            grids = {CHAIN: Grid(plain, stepped=True), "draft": Grid(whole, stepped=True)}
+            return RoundCosts(grids, feeds={"draft": (self.call, 0.0)})
+        return RoundCosts({CHAIN: Grid(passes)}, drafts={"draft": Grid(drafts)}, feeds={"draft": (self.call, 0.0)})
+
+    def round(self, rows: list[Text], wanted: list[int]) -> tuple[list[tuple[int, int]], float, float, int]:
+        """Play one: (guesses made, accepted) of each row, seconds of drafting and of the pass, and its width."""
+        self.num_rounds += 1
+        outcome = []
+        for row, length in zip(rows, wanted, strict=True):
+            made = length if self.random.random() < self.makes else 0
+            right = 0
+            while right < made and row.right[row.num_generated + right]:
+                right += 1
+            outcome.append((made, right))
+        width = max(wanted) if self.inside else max(made for made, _ in outcome)
+        if self.inside and width:
+            width = min(one for one in (1, 2, 3, 5, 8, 12, 16) if one >= width)
+        slow = self.slow(self.num_rounds) * self.random.lognormvariate(0, self.noise)
+        passing = slow * (self.plain(len(rows)) + width * self.wide(len(rows)))
+        drafting = slow * max(wanted) * self.draft
+        return (
+            outcome,
+            (0.0 if self.inside else drafting),
+            passing + (drafting if self.inside and width else 0.0),
+            width,
+        )
+
+
+def run(
+    machine: Machine, texts: list[Text], rows: int, controller: Controller | None = None, fixed: int | None = None
+) -> float:
+    """Generate all texts, at most `rows` at a time, by a controller or with a fixed length; give tokens a second."""
+    waiting, running, seconds, tokens = list(texts), [], 0.0, 0
+    while waiting or running:
+        while waiting and len(running) < rows:
+            running.append(waiting.pop(0))
+        party = Party("draft", len(running), machine.most, inside=machine.inside, narrows=not machine.inside)
+        mosts = [min(machine.most, one.limit - one.num_generated - 1) for one in running]
+        lags = [max(0, one.num_generated + 33 - one.cached) for one in running]
+        probe = False
+        if controller is not None:
+            open_to = [place for place, most in enumerate(mosts) if most > 0]
+            choice = controller.choose(
+                party, [Wish(running[place], mosts[place], lags[place] if lags[place] > 2 else 0) for place in open_to]
+            )  # type: ignore[arg-type]
+            wanted, probe = [0] * len(running), choice.probe
+            for place, length in zip(open_to, choice.lengths, strict=True):
+                wanted[place] = length
+        else:
+            wanted = [min(fixed or 0, most) for most in mosts]
+        lagging = sum(length > 0 and lag > 2 for length, lag in zip(wanted, lags, strict=True))
+        feeding = machine.call * (min(lagging, 1) if machine.inside else lagging)
+        outcome, drafting, passing, width = machine.round(running, wanted)
+        seconds += drafting + passing + feeding
+        given = 0
+        for one, length, (made, right) in zip(running, wanted, outcome, strict=True):
+            one.num_generated += right + 1
+            given += right + 1
+            if length:
+                one.cached = one.num_generated + 33
+            if controller is not None:
+                controller.learn(one, "draft", length, made, right, tree=False)  # type: ignore[arg-type]
+        tokens += given
+        if controller is not None:
+            asked = sum(length > 0 for length in wanted)
+            times = RoundTimes(drafting + passing, drafting, feeding, width, max(wanted), asked, given)
+            controller.took(party, probe, times)
+        running = [one for one in running if one.num_generated < one.limit]
+    return tokens / seconds
+
+
+def compared(
+    machine: Callable[[], Machine], texts: Callable[[], list[Text]], rows: int, **how: Any
+) -> dict[str, float]:
+    """Give auto's speed over that of plain decoding and of each fixed length."""
+    one = machine()
+    auto = run(one, texts(), rows, Controller(how.get("costs") or one.profile(rows)))
+    return {str(length): auto / run(machine(), texts(), rows, fixed=length) for length in (0, 1, 3, 5, 8)}
