@@ -26,7 +26,7 @@ if str(HERE.parent) not in sys.path:
 
 from benchmarks.gpu_machine import driver, slug, versions  # noqa: E402
 from benchmarks.mixed_pair import MixedPair, mixed_pair  # noqa: E402
-from benchmarks.regret_figures import AUTO, PLAIN, Cell, cells, judged, regret_table, verdicts  # noqa: E402
+from benchmarks.regret_figures import AUTO, MIXED, PLAIN, Cell, cells, judged, regret_table, verdicts  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 
 if TYPE_CHECKING:
@@ -209,21 +209,38 @@ class Run:
 def _turn(
     llm: LLM, cell: Cell, prompts: list[list[int]], setting: str, least: int
 ) -> tuple[float, list[tuple[int, ...]], float]:
-    """Serve at least `least` tokens of each row, in as many calls: tokens a second, the texts, guesses a round."""
+    """Serve at least `least` tokens a row: tokens a second, the texts, guesses a round.
+
+    So many requests are always under way; whenever one ends the next comes. Of mixed texts the clock stops when the
+    last one has come: their end, when a few are left that go on longest, would be measured more than what lies before.
+    """
     from outrider import SamplingParams
 
     how: Any = int(setting) if setting.isdigit() else setting
     params = SamplingParams(
         temperature=cell.temperature, seed=1, max_tokens=cell.tokens, ignore_eos=True, speculation=how
     )
-    calls = max(1, round(least / cell.tokens), len(prompts) if cell.text == "mixed" and cell.rows == 1 else 1)
-    outputs, began = [], time.perf_counter()
-    for call in range(calls):
-        batch = [prompts[(call * cell.rows + row) % len(prompts)] for row in range(cell.rows)]
-        outputs += llm.generate(prompt_token_ids=batch, sampling_params=params, progress=False)
+    mixed = cell.text == MIXED and cell.rows > 1
+    count = len(prompts) if cell.text == MIXED else max(cell.rows, cell.rows * round(least / cell.tokens))
+    waiting = [prompts[place % len(prompts)] for place in range(count)]
+    engine, running, sequences = llm.engine, [], []
+    began = time.perf_counter()
+    while waiting or (running and not mixed):
+        while waiting and len(running) < cell.rows:
+            running += llm.intake.sequences(llm.intake.request(waiting.pop(0), params))
+            sequences.append(running[-1])
+            engine.add(running[-1])
+        engine.step()
+        running = [one for one in running if not one.finished]
     seconds = time.perf_counter() - began
-    drafted, rounds = (sum(getattr(one.stats, name) for one in outputs) for name in ("drafted", "rounds"))
-    return calls * cell.rows * cell.tokens / seconds, [one.token_ids for one in outputs], drafted / rounds
+    tokens = sum(one.num_generated for one in sequences)
+    for one in running:
+        engine.abort(one)
+    while engine.busy:
+        engine.step()
+    texts = [] if mixed else [tuple(one.output) for one in sequences]
+    drafted, rounds = (sum(getattr(one.stats, name) for one in sequences) for name in ("drafted", "rounds"))
+    return tokens / seconds, texts, drafted / rounds
 
 
 def _pair_texts(pair: MixedPair, options: argparse.Namespace) -> Callable[[Cell], list[list[int]]]:
@@ -234,10 +251,11 @@ def _pair_texts(pair: MixedPair, options: argparse.Namespace) -> Callable[[Cell]
             agreement: pair.prompts(agreement, 2 * max(options.rows), options.prompt_tokens, cell.tokens + 16)
             for agreement in options.agreements
         }
-        if cell.text != "mixed":
+        if cell.text != MIXED:
             return each[float(cell.text)]
-        count = len(options.agreements) if cell.rows == 1 else cell.rows
-        return [each[options.agreements[place % len(each)]][place] for place in range(count)]
+        count = len(each) if cell.rows == 1 else 3 * cell.rows
+        number = len(each[options.agreements[0]])
+        return [each[options.agreements[place % len(each)]][place % number] for place in range(count)]
 
     return texts
 

@@ -12,7 +12,7 @@ from benchmarks.terminal import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AUTO", "PLAIN", "Cell", "cells", "judged", "regret_table", "verdicts"]
+__all__ = ["AUTO", "MIXED", "PLAIN", "Cell", "cells", "judged", "regret_table", "verdicts"]
 
 AUTO, PLAIN = "auto", "off"
 MIXED = "mixed"
