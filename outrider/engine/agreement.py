@@ -24,6 +24,7 @@ LEANING_WEIGHT = 1.0  # evidence that the place before counts for, in the estima
 SHARED_MEMORY = 0.995  # weight that the past of all sequences keeps with each row's guesses
 REST_MEMORY, REST_WEIGHT = 0.98, 4.0  # with each round without; no further down than to so much evidence
 SURE = 0.995
+LARGEST_UNIT = 1e9
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class _Evidence:
     """
 
     def __init__(self, hope: float = 0.0, weight: float = 0.0) -> None:
+        self._unit = 1.0  # what a round counts now: the past fades by others counting more
         first = [hope * weight] if weight else [], [weight] if weight else []
         self.right: _Pair = first
         self.made: _Pair = [], []
@@ -63,37 +65,42 @@ class _Evidence:
     @property
     def weight(self) -> float:
         """Rounds that it stands for."""
-        return self.made[1][0] if self.made[1] else 0.0
+        return self.made[1][0] / self._unit if self.made[1] else 0.0
 
     def fade(self, share: float) -> None:
         """Let the past count less."""
-        for pair in (self.right, self.made, self.wide):
-            for column in pair:
-                column[:] = [share * value for value in column]
+        self._unit /= share
+        if self._unit > LARGEST_UNIT:
+            for pair in (self.right, self.made, self.wide):
+                for column in pair:
+                    column[:] = [value / self._unit for value in column]
+            self._unit = 1.0
 
     def add(self, asked: int, drafted: int, accepted: int) -> None:
         """Take in one row of a round."""
-        for pair in (self.right, self.made, self.wide):
-            for column in pair:
-                column.extend([0.0] * (asked - len(column)))
+        if asked > len(self.wide[1]):
+            for pair in (self.right, self.made, self.wide):
+                for column in pair:
+                    column.extend([0.0] * (asked - len(column)))
+        unit = self._unit
         for place in range(asked):
             made = place < drafted
-            self.wide[0][place] += made
-            self.wide[1][place] += 1
+            self.wide[0][place] += unit * made
+            self.wide[1][place] += unit
             if place <= accepted:
-                self.made[0][place] += made
-                self.made[1][place] += 1
+                self.made[0][place] += unit * made
+                self.made[1][place] += unit
                 if made:
-                    self.right[0][place] += place < accepted
-                    self.right[1][place] += 1
+                    self.right[0][place] += unit * (place < accepted)
+                    self.right[1][place] += unit
 
-    @staticmethod
-    def share(pair: _Pair, place: int, lent: float, weight: float) -> float:
+    def share(self, pair: _Pair, place: int, lent: float, weight: float) -> float:
         """Give how often it was so at a place, leaning on `lent` as on so much evidence."""
         so, of = pair
-        return (
-            lent if place >= len(of) or not of[place] + weight else (so[place] + weight * lent) / (of[place] + weight)
-        )
+        weight *= self._unit
+        if place >= len(of) or not of[place] + weight:
+            return lent
+        return (so[place] + weight * lent) / (of[place] + weight)
 
 
 class Reputation:
@@ -108,6 +115,7 @@ class Reputation:
         self._seen = _Evidence(FIRST_CHANCE, FIRST_WEIGHT)
         self._depths: dict[int, int] = {}  # of trees: nodes asked for -> places reached
         self._losses = [0.0] * len(VIEWS)
+        self._chances: list[_Chances] = []  # as last asked for
 
     @property
     def view(self) -> tuple[float, float]:
@@ -122,17 +130,18 @@ class Reputation:
 
     def chances(self, most: int) -> list[_Chances]:
         """Give what is to be expected at each place."""
-        seen, found = self._seen, []
-        right, made, wide = FIRST_CHANCE, 1.0, 1.0
-        for place in range(most):
+        seen, found = self._seen, self._chances
+        right, made, wide = found[-1] if found else (FIRST_CHANCE, 1.0, 1.0)
+        for place in range(len(found), most):
             right = seen.share(seen.right, place, right, LEANING_WEIGHT)
             made = seen.share(seen.made, place, 1.0 if place else made, LEANING_WEIGHT)
             wide = min(wide, seen.share(seen.wide, place, wide, LEANING_WEIGHT))
             found.append(_Chances(right, made, wide))
-        return found
+        return found[:most]
 
     def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float]) -> None:
         """Take in one row of a round, and how likely each view held its first guess to be right."""
+        self._chances = []
         self._seen.fade(SHARED_MEMORY)
         self._seen.add(asked, drafted, accepted)
         for place, chance in enumerate(foretold):

@@ -254,9 +254,11 @@ class _Plan:
 
     def memberships(self, length: int) -> list[list[int]]:
         """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
+        if self._party.inside:
+            return [list(range(len(self._wishes)))]
         order = sorted(range(len(self._wishes)), key=lambda row: -self._gain(row, length))
         counts, count = {len(order)}, len(order)
-        while count > 1 and not self._party.inside:
+        while count > 1:
             count = (count + 1) // 2
             counts.add(count)
         return [order[:count] for count in sorted(counts)]
