@@ -41,7 +41,7 @@ CPU: dict[str, Any] = {
     "repeats": 3,
 }  # fmt: skip
 CARD: dict[str, Any] = CPU | {
-    "target": "llama-3.1-8b", "draft": "llama-3.2-1b", "usual": 256, "prompt_tokens": 200, "turn_tokens": 256,
+    "target": "llama-3.1-8b", "draft": "llama-3.2-1b", "usual": 128, "prompt_tokens": 200, "turn_tokens": 128,
 }  # fmt: skip
 QUICK: dict[str, Any] = {
     "target": "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=128,vocab=4096",
@@ -273,7 +273,7 @@ def _options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--rows", type=int, nargs="+", help="requests at a time (1 4 16 32)")
     add("--tokens", type=int, nargs="+", help="new tokens of a request (8 64 256 512)")
-    add("--usual", type=int, help="tokens where another thing varies (CPU: 64, CUDA: 256)")
+    add("--usual", type=int, help="tokens where another thing varies (CPU: 64, CUDA: 128)")
     add("--temperatures", type=float, nargs="+", help="(0 0.7 1 1.5)")
     add("--agreements", type=float, nargs="+", help="(0 0.3 0.6 0.8 0.95)")
     add("--lengths", type=int, nargs="+", help="fixed draft lengths (1 3 5 8)")

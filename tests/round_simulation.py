@@ -33,6 +33,7 @@ class Text(SimpleNamespace):
         coin = random.Random(seed)
         self.right = [coin.random() < chance(place) for place in range(tokens + 1)]  # whether each token can be guessed
         self.cached = 0  # by the draft
+        self.guessed: list[int] = []  # at which lengths there were guesses
 
     def __len__(self) -> int:
         return self.num_generated
@@ -135,6 +136,7 @@ def run(
             one.num_generated += right + 1
             given += right + 1
             if length:
+                one.guessed.append(one.num_generated - right - 1)
                 one.cached = one.num_generated + 33
             if controller is not None:
                 controller.learn(one, "draft", length, made, right, tree=False)  # type: ignore[arg-type]

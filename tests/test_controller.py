@@ -1,0 +1,282 @@
+"""The choice of draft lengths: simulated rounds for what it gains, real ones for what it is told."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.engine.controller import Controller, Party, RoundTimes, Wish
+from outrider.engine.cost import CHAIN, Grid, PassShape, RoundCosts
+from tests.round_simulation import Machine, Text, compared, run
+from tests.scripted import generate_together
+from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+AGREEMENTS = (0.0, 0.3, 0.6, 0.8, 0.95)
+
+
+def card() -> Machine:
+    """An 8B and a 1B as measured on an H100, milliseconds: drafting is part of the pass."""
+    plain = lambda rows: 5.66 + 0.036 * (rows - 1)  # noqa: E731
+    wide = lambda rows: 0.03 + 0.012 * rows  # noqa: E731
+    return Machine(plain, wide, draft=1.08, call=1.0, inside=True, noise=0.02)
+
+
+def cpu() -> Machine:
+    """A draft at a fifth of its target; a pass that costs by the token when many rows share it."""
+    return Machine(lambda rows: 0.98 + 0.02 * rows, lambda rows: 0.01 + 0.03 * rows, draft=0.2, call=0.6, noise=0.1)
+
+
+def lookup() -> Machine:
+    """Guesses for nothing, half of the time."""
+    return Machine(lambda rows: 0.98 + 0.02 * rows, lambda rows: 0.01 + 0.03 * rows, 0.002, makes=0.5, noise=0.1)
+
+
+def texts(agreement: float | str, length: int, count: int) -> Callable[[], list[Text]]:
+    each = AGREEMENTS if agreement == "mixed" else (agreement,)
+    return lambda: [Text(each[place % len(each)], length, seed=place) for place in range(count)]  # type: ignore[arg-type]
+
+
+# --- what is gained
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("machine", [card, cpu, lookup])
+def test_one_text_is_as_fast_as_by_the_best_fixed_length(machine: Callable[[], Machine], agreement: float) -> None:
+    """An engine that was just started: what it has to find out is part of this."""
+    found = compared(machine, texts(agreement, 64, 32), 1)
+    assert min(found.values()) > 0.95
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.95])
+@pytest.mark.parametrize("machine", [card, cpu, lookup])
+def test_so_are_many_and_short_ones(machine: Callable[[], Machine], agreement: float) -> None:
+    for rows, length in ((4, 8), (16, 64)):
+        found = compared(machine, texts(agreement, length, 8 * rows), rows)
+        assert min(found.values()) > 0.9
+
+
+def test_texts_of_all_kinds_together_are_faster_than_by_any_fixed_length() -> None:
+    for machine in (card, cpu):
+        assert min(compared(machine, texts("mixed", 128, 30), 1).values()) > 1.08
+
+
+def test_drafting_that_never_helps_costs_a_percent() -> None:
+    for machine in (card, cpu, lookup):
+        assert run(machine(), texts(0.0, 512, 8)(), 1, Controller(machine().profile(1))) > 0.98 * run(
+            machine(), texts(0.0, 512, 8)(), 1
+        )
+
+
+def test_a_text_that_becomes_predictable_gets_guesses_within_a_few_dozen_tokens() -> None:
+    for machine in (card, cpu, lookup):
+        controller = Controller(machine().profile(1))
+        run(machine(), [Text(0.0, 600)], 1, controller)  # it knows this drafter for a bad one
+        for seed in range(3):
+            text = Text(lambda place: 0.97 * (place >= 300), 600, seed=seed)
+            run(machine(), [text], 1, controller)
+            assert sum(300 <= at < 400 for at in text.guessed) >= 3
+            assert machine is lookup or sum(at < 300 for at in text.guessed) < 30
+
+
+def test_a_noisy_start_heals() -> None:
+    """Rounds with guesses looked twice as dear as they are, or plain ones did."""
+    for error in (lambda _, width: 2.0 if width else 1.0, lambda _, width: 1.0 if width else 2.0):
+        one = card()
+        controller = Controller(one.profile(1, error))
+        run(one, texts(0.8, 256, 4)(), 1, controller)
+        run(one, texts(0.0, 256, 4)(), 1, controller)
+        for agreement in (0.0, 0.8):
+            auto = run(card(), texts(agreement, 256, 8)(), 1, controller)
+            assert auto > 0.93 * max(run(card(), texts(agreement, 256, 8)(), 1, fixed=k) for k in (0, 3))
+
+
+def test_a_machine_that_slows_down_changes_no_mind() -> None:
+    """Only the length in use is seen to become slow; the others are taken to have become so, too."""
+
+    def slowed() -> Machine:
+        one = card()
+        one.slow = lambda number: 2.0 if number > 60 else 1.0
+        return one
+
+    found = compared(slowed, texts(0.8, 256, 4), 1, costs=card().profile(1))
+    assert min(found.values()) > 0.9
+
+
+# --- what is weighed
+
+
+def costs(**more: Any) -> RoundCosts:
+    passes = Grid({(1, 0): 1.0, (1, 8): 1.4, (16, 0): 1.2, (16, 8): 8.0})
+    return RoundCosts({CHAIN: passes}, drafts={"draft": Grid({(1, 1): 0.05, (1, 8): 0.4})}, **more)
+
+
+def taught(controller: Controller, text: Text, right: int, rounds: int = 12, asked: int = 8) -> Wish:
+    for _ in range(rounds):
+        controller.learn(text, "draft", asked, asked, right, tree=False)  # type: ignore[arg-type]
+    return Wish(text, 8)  # type: ignore[arg-type]
+
+
+def test_one_good_row_does_not_widen_everybodys_round() -> None:
+    """Alone it drafts far; among fifteen that gain nothing it does not, nor do they."""
+    controller = Controller(costs())
+    good = taught(controller, Text(0, 1000), right=8)
+    assert controller.choose(Party("draft", 1, 8), [good]).lengths[0] == 8
+    bad = [taught(controller, Text(0, 1000), right=0) for _ in range(15)]
+    controller._owed["draft"] = controller._owed_plain["draft"] = 1.0  # no trials now
+    assert not any(controller.choose(Party("draft", 16, 8, narrows=True), [good, *bad]).lengths)
+
+
+def test_rows_that_gain_nothing_stay_out_where_others_draft() -> None:
+    """Two rows, drafting dear by the row: the one that is always wrong gets no guesses."""
+    grid = Grid({(1, 1): 0.1, (1, 8): 0.8, (2, 1): 0.4, (2, 8): 3.2})
+    controller = Controller(RoundCosts({CHAIN: Grid({(1, 0): 1.0})}, drafts={"draft": grid}))
+    wishes = [taught(controller, Text(0, 1000), right) for right in (8, 0)]
+    controller._owed["draft"] = controller._owed_plain["draft"] = 1.0
+    lengths = controller.choose(Party("draft", 2, 8), wishes).lengths
+    assert lengths[0] >= 5 and not lengths[1]
+
+
+def test_a_short_text_is_not_worth_reading_a_long_prompt_for() -> None:
+    """Ten plain rounds to read what the draft lacks: for 8 tokens they do not come back, for 500 they do."""
+    controller = Controller(costs(feeds={"draft": (10.0, 0.0)}))
+    taught(controller, Text(0, 1000), right=8)
+    controller._owed["draft"] = controller._owed_plain["draft"] = 1.0
+    short, long = Text(0, 8), Text(0, 500)
+    long.num_generated = 100
+    assert not any(controller.choose(Party("draft", 1, 8), [Wish(short, 7, lag=200)]).lengths)  # type: ignore[arg-type]
+    assert any(controller.choose(Party("draft", 1, 8), [Wish(long, 8, lag=200)]).lengths)  # type: ignore[arg-type]
+
+
+def test_a_tree_is_weighed_by_what_its_nodes_cost_and_by_how_deep_they_reach() -> None:
+    """Eight nodes, all right: three levels pay for two and a half passes; one does not, nor do three for five."""
+    for nodes, depth, wanted in ((2.5, 3, True), (2.5, 1, False), (5.0, 3, False)):
+        passes = {CHAIN: Grid({(1, 0): 1.0}), "draft": Grid({(1, 1): nodes, (1, 8): nodes})}
+        controller = Controller(RoundCosts(passes))
+        text = Text(0, 1000)
+        for _ in range(12):
+            controller.learn(text, "draft", 8, depth, depth, tree=True)  # type: ignore[arg-type]
+        controller._owed["draft"] = controller._owed_plain["draft"] = 1.0
+        chosen = controller.choose(Party("draft", 1, 8, trees=True), [Wish(text, 8)]).lengths[0]  # type: ignore[arg-type]
+        assert bool(chosen) is wanted
+
+
+def test_lengths_are_those_that_are_captured() -> None:
+    controller = Controller(costs())
+    seen = set()
+    for right in range(11):
+        wish = taught(controller, Text(0, 1000), right, asked=10)
+        seen |= set(controller.choose(Party("draft", 1, 10, inside=True), [Wish(wish.sequence, 10)]).lengths)
+    assert seen <= {0, 1, 2, 3, 5, 8, 10}
+
+
+# --- what is learned of costs
+
+
+def test_costs_are_read_between_what_was_measured_and_beyond() -> None:
+    grid = Grid({(1, 0): 1.0, (1, 4): 3.0, (3, 0): 2.0, (3, 4): 6.0})
+    assert [grid.at(1, 2), grid.at(2, 0), grid.at(2, 4), grid.at(1, 6)] == pytest.approx([2.0, 1.5, 4.5, 4.0])
+    assert Grid.of_record(json.loads(json.dumps(grid.record()))) == grid
+    for damaged in ({"cells": [], "stepped": False}, {"cells": [[1, 0, 1.0], [2, 1, 1.0]], "stepped": False}, {}):
+        with pytest.raises((ValueError, KeyError)):
+            Grid.of_record(damaged)
+
+
+def test_context_counts() -> None:
+    growth = {CHAIN: Grid({(1, 0): 0.001, (16, 0): 0.01})}
+    told = costs(growth=growth)
+    short, far = (told.pass_seconds(PassShape(16, 0, context=context)) for context in (128, 1128))
+    assert far - short == pytest.approx(10.0)
+
+
+def test_one_wild_timing_changes_little_and_many_are_believed() -> None:
+    told, shape = costs(), PassShape(1, 0)
+    for _ in range(20):
+        told.took_pass(shape, 1.0)
+    told.took_pass(shape, 50.0)
+    assert told.pass_seconds(shape) == pytest.approx(1.0, rel=0.03)
+    for _ in range(200):
+        told.took_pass(shape, 1.5)
+    assert told.pass_seconds(shape) == pytest.approx(1.5, rel=0.05)
+    assert told.pass_seconds(PassShape(1, 8)) > 1.7  # what has the machine in common became slower, too
+
+
+def test_unclean_rounds_teach_no_costs() -> None:
+    controller = Controller(costs())
+    before = controller.costs.pass_seconds(PassShape(1, 0))
+    controller.took(Party("draft", 1, 8), False, RoundTimes(9.0, 0.0, 0.0, 0, 0, 0, 1, clean=False))
+    assert controller.costs.pass_seconds(PassShape(1, 0)) == before
+
+
+# --- in an engine
+
+
+def paired(cache: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
+    settings = {"max_num_seqs": 2, "max_model_len": 64, **settings}
+    model = tiny_target()
+    return LLM(model, tiny_draft(model, "noisy"), tokenizer=byte_tokenizer(), device="cpu", **settings)
+
+
+def test_a_profile_is_kept_for_later_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same pair and settings read it; other settings make their own; a damaged one is made anew."""
+    kept = lambda: sorted((tmp_path / "rounds").iterdir())  # noqa: E731
+    paired(tmp_path, monkeypatch).close()
+    (file,) = kept()
+    record = json.loads(file.read_text())
+    record["passes"][CHAIN]["cells"] = [[rows, width, 77.0] for rows, width, _ in record["passes"][CHAIN]["cells"]]
+    file.write_text(json.dumps(record))
+    with paired(tmp_path, monkeypatch) as llm:
+        controller = llm.engine.speculator._controller
+        assert controller is not None and controller.costs.pass_seconds(PassShape(1, 0)) == 77.0
+    paired(tmp_path, monkeypatch, max_num_seqs=3).close()
+    assert len(kept()) == 2
+    for damage in ("{", "[]", json.dumps({**record, "passes": {CHAIN: {"cells": [[1, 0, "x"]], "stepped": False}}})):
+        file.write_text(damage)
+        with paired(tmp_path, monkeypatch) as llm:
+            controller = llm.engine.speculator._controller
+            assert controller is not None and controller.costs.pass_seconds(PassShape(1, 0)) < 77.0
+    monkeypatch.setenv("OUTRIDER_CACHE", str(file))  # a file: nothing can be kept there
+    with paired(file, monkeypatch) as llm:
+        assert llm.engine.speculator._controller is not None
+
+
+def test_profiling_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, limits and tables are as before, and the draft has nothing cached for any slot."""
+    with paired(tmp_path, monkeypatch) as llm:
+        state, drafter = llm.engine.state, llm.engine.drafter
+        assert state.lengths.tolist() == state.limits.tolist() == [1, 1, 1]
+        assert drafter is not None and [drafter.kept(slot) for slot in range(3)] == [0, 0, 0]
+        first = llm.generate([[65, 66]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]
+        plain = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculation="off")
+        assert first.token_ids == llm.generate([[65, 66]], plain)[0].token_ids
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rounds_are_timed_as_they_run(depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round is told of once, with what it was; those that a prompt was fed beside are not clean."""
+    from functools import partial
+
+    from outrider.engine.engine import Engine
+
+    monkeypatch.setattr("outrider.llm.Engine", partial(Engine, depth=depth))
+    told: list[tuple[Party, RoundTimes]] = []
+    with paired(tmp_path, monkeypatch) as llm:
+        controller = llm.engine.speculator._controller
+        assert controller is not None
+        controller.took = lambda party, _, times: told.append((party, times))  # type: ignore[method-assign]
+        jobs = [([65, 66], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculation=3))]
+        jobs += [([70] * 9, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, speculation="off"))]
+        made = generate_together(llm, jobs)
+        rounds = llm.engine.figures.rounds
+    assert len(told) == rounds
+    assert sum(times.tokens for _, times in told) >= sum(group[0].num_generated for group in made)
+    assert not told[0][1].clean and any(times.clean for _, times in told)
+    assert {times.asked for _, times in told} <= {0, 1, 2, 3} and all(times.seconds > 0 for _, times in told)
+    assert all(times.rows_asked == (times.asked > 0) for _, times in told)

@@ -1,0 +1,72 @@
+"""The benchmark of draft lengths: its pair of many agreements, its cells, and how it judges."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.mixed_pair import mixed_guesses, mixed_pair
+from benchmarks.regret_figures import Cell, cells, judged, regret_table, verdicts
+from outrider import LLM, SamplingParams
+from outrider.bench.pair import Saying
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_mixed_draft_errs_in_each_region_as_often_as_it_should() -> None:
+    saying = Saying.of(4096, 3)
+    agreements = (0.0, 0.5, 0.95)
+    guesses = mixed_guesses(saying, 3, agreements)
+    assert sorted(guesses.tolist()) == list(range(4096))  # rows of a head change places
+    for number, agreement in enumerate(agreements):
+        tokens = saying.cycle[number * 1280 :][:1280]
+        share = float((guesses[tokens] == saying.following[tokens]).float().mean())
+        assert share == pytest.approx(agreement, abs=0.01)
+
+
+def test_a_mixed_pair_is_written_once_and_says_what_it_should(tmp_path: Path) -> None:
+    """Its text is the target's; guesses of each region are right as often as they should be; a second run finds it."""
+    sizes = "hidden=64,layers=1,heads=2,kv_heads=2,intermediate=64,vocab=1024"
+    how = {"target": sizes, "draft": sizes, "agreements": (0.0, 0.9), "seed": 0, "dtype": "float32", "device": "cpu"}
+    pair = mixed_pair(tmp_path, **how)  # type: ignore[arg-type]
+    written = (tmp_path / "mixed-draft" / "model.safetensors").stat().st_mtime_ns
+    assert mixed_pair(tmp_path, **how).region == pair.region == 512  # type: ignore[arg-type]
+    assert (tmp_path / "mixed-draft" / "model.safetensors").stat().st_mtime_ns == written
+    with LLM(str(pair.target), str(pair.draft), device="cpu", max_model_len=160, max_num_seqs=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True, speculation=4)
+        for agreement in (0.0, 0.9):
+            prompts = pair.prompts(agreement, 2, 8, 160)
+            for prompt, output in zip(
+                prompts, llm.generate(prompt_token_ids=prompts, sampling_params=params), strict=True
+            ):
+                assert pair.saying.mismatches(prompt, output.token_ids) == 0
+                reached = sum(output.stats.reached_per_position)
+                assert output.stats.accepted / reached == pytest.approx(agreement, abs=0.09)
+
+
+def test_auto_is_held_against_the_best_of_all_others_and_losing_cells_are_listed() -> None:
+    rates = {"auto": [9.0, 10.0, 9.5], "off": [10.0, 10.0, 10.0], "3": [8.0, 8.0, 8.0]}
+    lost = judged(Cell(1, 64, 0.0, 0.3), rates)
+    assert lost["best"] == "off" and lost["regret"] == pytest.approx(0.05) and lost["noise"] == 0
+    won = judged(Cell(1, 64, 0.0, "mixed"), {**rates, "auto": [12.0, 12.0, 12.0], "3": [10.5, 10.5, 10.5]})
+    told = verdicts([lost, won])
+    assert told["never slower"]["reached"] is False
+    assert [one["name"] for one in told["never slower"]["losing"]] == [Cell(1, 64, 0.0, 0.3).name]
+    assert told["mixed"]["reached"] and told["mixed"]["cells"][0]["gain"] == pytest.approx(12 / 10.5 - 1)
+    assert verdicts([])["never slower"]["reached"] is None and verdicts([])["mixed"]["reached"] is None
+    table = regret_table([lost, won])
+    assert table.title and "Tokens a second" in str(table.title)
+
+
+def test_the_cells_hold_every_number_of_rows_length_temperature_and_agreement() -> None:
+    found = cells([1, 4, 16, 32], [8, 64, 256, 512], [0.0, 0.7, 1.0, 1.5], [0.0, 0.3, 0.6, 0.8, 0.95], 64)
+    assert len(found) == len(set(found)) < 50
+    for name, values in (
+        ("rows", {1, 4, 16, 32}),
+        ("tokens", {8, 64, 256, 512}),
+        ("temperature", {0.0, 0.7, 1.0, 1.5}),
+        ("text", {0.0, 0.3, 0.6, 0.8, 0.95, "mixed"}),
+    ):
+        assert {getattr(cell, name) for cell in found} == values
