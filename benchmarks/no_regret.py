@@ -175,13 +175,13 @@ class Run:
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
         guesses, texts = [], {}
         began = time.time()
-        _turn(llm, cell, prompts, PLAIN, 1)  # warms up, without a guess for auto to learn from
-        for turn in range(self.options.repeats):
-            if self.left < 5 or (turn and self.left < 1.2 * (time.time() - began) / turn):
+        turn(llm, cell, prompts, PLAIN, 1)  # warms up, without a guess for auto to learn from
+        for number in range(self.options.repeats):
+            if self.left < 5 or (number and self.left < 1.2 * (time.time() - began) / number):
                 break
-            place = turn * (len(settings) - 1)  # auto is first, then last, then one before it, ...
+            place = number * (len(settings) - 1)  # auto is first, then last, then one before it, ...
             for setting in settings[place % len(settings) :] + settings[: place % len(settings)]:
-                rate, texts[setting], made = _turn(llm, cell, prompts, setting, self.options.turn_tokens)
+                rate, texts[setting], made = turn(llm, cell, prompts, setting, self.options.turn_tokens)
                 rates[setting].append(rate)
                 guesses += [made] if setting == AUTO else []
         if not rates[PLAIN]:
@@ -206,7 +206,7 @@ class Run:
         return path
 
 
-def _turn(
+def turn(
     llm: LLM, cell: Cell, prompts: list[list[int]], setting: str, least: int
 ) -> tuple[float, list[tuple[int, ...]], float]:
     """Serve at least `least` tokens a row: tokens a second, the texts, guesses a round.
