@@ -7,10 +7,10 @@
 First, what rounding alone does: over all prompts, by how much the distance of two likely tokens differs between
 transformers in this dtype and in fp32, same weights, nothing of ours running. The largest difference is the bound.
 Then each prompt is continued plainly and with guesses, greedily and sampled with fixed seeds, in both modes.
-Where two texts part, `lossless_referee.py` runs the same weights in fp32 over what both have in common, and tells how
-far each of the two tokens is from being the one to take: within the bound it is a near-tie, which fast mode allows. All
-else is a defect, and in exact mode every divergence is; so is a text that failed, and a cell in which nothing was
-guessed shows nothing. The exit code is then 1.
+Where two texts part, a referee (`outrider/proof/`) runs the same weights in fp32 over what both have in common, and
+tells how far each of the two tokens is from being the one to take: within the bound it is a near-tie, which fast mode
+allows. All else is a defect, and in exact mode every divergence is; so is a text that failed, and a cell in which
+nothing was guessed shows nothing. The exit code is then 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
@@ -31,32 +31,22 @@ if str(HERE.parent) not in sys.path:
 import torch  # noqa: E402
 
 from benchmarks.gpu_machine import driver, slug, versions  # noqa: E402
-from benchmarks.lossless_referee import Referee, rounding_noise  # noqa: E402
 from benchmarks.terminal import Console, Table  # noqa: E402
-from outrider import LLM, SamplingParams  # noqa: E402
-
-if TYPE_CHECKING:
-    from outrider.outputs import RequestOutput
+from outrider import LLM, ConfigError, SamplingParams  # noqa: E402
+from outrider.proof.prompts import varied  # noqa: E402
+from outrider.proof.prove import judged_parting  # noqa: E402
+from outrider.proof.record import without_text  # noqa: E402
+from outrider.proof.referee import Noise, Referee  # noqa: E402
+from outrider.proof.texts import Parting, parting, text_of  # noqa: E402
 
 GUESSES = 8
 DTYPES = ("bfloat16", "float16", "float32")
-LEAST_NEAR = 1e-3  # of a logit: fp32 differs by the order of its sums alone
 TINY = {"prompts": 4, "tokens": 12, "dtype": "float32", "device": "cpu"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0},
     "nucleus": {"temperature": 0.8, "top_p": 0.95},
 }
-CUTS = (1.0, 0.85, 0.7, 0.55, 0.4)  # shares of a conversation's last message
-QUESTIONS = (
-    "",
-    "Answer in one short paragraph.",
-    "Give three points.",
-    "Explain this to a child.",
-    "First repeat the most important part word for word.",
-    "What is missing here?",
-    "Say the same in other words.",
-)
 
 
 def main() -> None:
@@ -72,13 +62,12 @@ def _run(options: argparse.Namespace, console: Console) -> bool:
     """Compare, judge, print and keep; say whether there is no defect."""
     began = time.perf_counter()
     noise = _noise(options)
-    near = max(LEAST_NEAR, noise["max"])
-    console.print(f"Rounding moves two tokens' distance by up to {noise['max']:.3f}: nearer ones are near-ties.")
+    console.print(f"Rounding moves two tokens' distance by up to {noise.max:.3f}: nearer ones are near-ties.")
     cells: list[dict[str, Any]] = []
     for mode in ("fast", "exact"):
         for drafter in ["ngram", *(["draft_model"] if options.draft else [])]:
             cells += _compared(options, mode, drafter)
-    _judge(options, cells, near)
+    _judge(options, cells, noise.near)
     console.print(_table(cells))
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() and options.device != "cpu" else "cpu"
     record = {
@@ -88,8 +77,8 @@ def _run(options: argparse.Namespace, console: Console) -> bool:
         "driver": driver(),
         "versions": versions(),
         "options": {name: str(value) for name, value in vars(options).items()},
-        "near": near,
-        "noise": noise,
+        "near": noise.near,
+        "noise": noise._asdict(),
         "seconds": time.perf_counter() - began,
         "cells": cells,
     }
@@ -139,7 +128,8 @@ def _cell(llm: LLM, prompts: list[list[int]], mode: str, drafter: str, name: str
     ]
     plain = llm.generate(prompts, params, progress=False)
     guessed = llm.generate(prompts, [one.but(speculation=GUESSES) for one in params], progress=False)
-    parted = [_parting(place, *pair) for place, pair in enumerate(zip(plain, guessed, strict=True))]
+    pairs = enumerate(zip(map(text_of, plain), map(text_of, guessed), strict=True))
+    parted = [parting(place, *pair) for place, pair in pairs]
     return {
         "mode": mode,
         "drafter": drafter,
@@ -152,25 +142,11 @@ def _cell(llm: LLM, prompts: list[list[int]], mode: str, drafter: str, name: str
     }
 
 
-def _parting(place: int, plain: RequestOutput, guessed: RequestOutput) -> dict[str, Any] | None:
-    """Where two texts part, with what precedes that place in both; None where they do not."""
-    mine, theirs = plain.token_ids, guessed.token_ids
-    reasons = [one.outputs[0].finish_reason for one in (plain, guessed)]
-    at = next((at for at, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-    if at is not None:
-        prefix = [*plain.prompt_token_ids, *mine[:at]]
-        return {"prompt": place, "position": at, "plain": mine[at], "speculative": theirs[at], "prefix": prefix}
-    if len(mine) == len(theirs) and reasons[0] == reasons[1] in ("stop", "length"):
-        return None
-    # One goes on where the other ends, or one failed: not a matter of scores.
-    return {"prompt": place, "position": min(len(mine), len(theirs)), "finish_reasons": reasons}
-
-
-def _noise(options: argparse.Namespace) -> dict[str, float]:
+def _noise(options: argparse.Namespace) -> Noise:
     """Measure rounding on the prompts themselves, before anything is compared that it will judge."""
     with LLM(options.model, method="none", device="cpu", max_model_len=_room(options), max_num_seqs=1) as llm:
         prompts = _prompts(llm, options.prompts, room=llm.max_model_len - options.tokens)
-    return rounding_noise(options.model, options.dtype, options.device, prompts)
+    return Referee(options.model, options.dtype, options.device).noise(prompts)
 
 
 def _room(options: argparse.Namespace) -> int:
@@ -179,34 +155,27 @@ def _room(options: argparse.Namespace) -> int:
 
 def _judge(options: argparse.Namespace, cells: list[dict[str, Any]], near: float) -> None:
     """Add gap and verdict to each divergence, now that the engines have left the memory."""
-    parted = [(cell, one) for cell in cells for one in cell["divergences"]]
+    parted = any(cell["divergences"] for cell in cells)
     referee = Referee(options.model, options.dtype, options.device) if parted else None
-    for cell, one in parted:
-        gap, prefix = None, one.pop("prefix", None)
-        if referee is not None and prefix is not None:
-            params = SamplingParams(seed=one["prompt"], **SETTINGS[cell["setting"]])
-            gap = referee.gap(prefix, (one["plain"], one["speculative"]), params, near)
-        one["gap"] = gap
-        one["verdict"] = "near-tie" if gap is not None and gap <= near and cell["mode"] == "fast" else "defect"
     for cell in cells:
-        cell["defects"] = sum(one["verdict"] == "defect" for one in cell["divergences"])
+        found = [_judged(cell, one, referee, near) for one in cell["divergences"]]
+        cell["divergences"] = [without_text(one) for one in found]
+        cell["defects"] = sum(one.verdict == "defect" for one in found)
+
+
+def _judged(cell: dict[str, Any], one: Parting, referee: Referee | None, near: float) -> Parting:
+    params = SamplingParams(seed=one.prompt, **SETTINGS[cell["setting"]])
+    return judged_parting(one, params, len(one.prefix) - one.position, referee, near, strict=cell["mode"] == "exact")
 
 
 def _prompts(llm: LLM, count: int, room: int) -> list[list[int]]:
     """The benchmark's conversations, their last message cut at several places and with several questions after it."""
     lines = (HERE / "prompts" / "core.jsonl").read_text(encoding="utf-8").splitlines()
     talks = [json.loads(line)["messages"] for line in lines]
-    most = len(CUTS) * len(QUESTIONS) * len(talks)
-    if count > most:
-        raise SystemExit(f"--prompts {count}: there are {most} at most")
-    prompts = []
-    for place in range(count):
-        variant, talk = divmod(place, len(talks))
-        question, cut = divmod(variant, len(CUTS))
-        *before, last = talks[talk]
-        text = last["content"][: int(len(last["content"]) * CUTS[cut])] + "\n\n" + QUESTIONS[question]
-        prompts.append(llm.render([*before, {**last, "content": text.strip()}])[-room:])
-    return prompts
+    try:
+        return [llm.render(one)[-room:] for one in varied(talks, count)]
+    except ConfigError as error:
+        raise SystemExit(f"--prompts {count}: {error}") from None
 
 
 def _tiny_pair(folder: Path) -> tuple[str, str]:

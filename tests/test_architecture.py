@@ -20,7 +20,7 @@ LAYERS = (
     ("draft",),
     ("engine",),
     ("llm", "setup", "wrapping", "progress", "drafters", "draft_models", "samples"),
-    ("bench", "server"),
+    ("bench", "proof", "server"),
     ("cli",),
 )
 RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}

@@ -13,6 +13,7 @@ from outrider.cli.groups import from_groups
 from outrider.cli.pair import PAIR_EXAMPLES, PAIR_HELP, pair
 from outrider.cli.serve import SERVE_EXAMPLES, SERVE_HELP, serve
 from outrider.cli.spellings import LlamaSpellings
+from outrider.cli.verify import VERIFY_EXAMPLES, VERIFY_HELP, verify
 
 __all__ = ["app", "main"]
 
@@ -102,6 +103,7 @@ app.command("generate", cls=LlamaSpellings, help=GENERATE_HELP, epilog=GENERATE_
 )
 app.command("chat", cls=LlamaSpellings, help=CHAT_HELP)(from_groups(chat.chat))
 app.command("serve", cls=LlamaSpellings, help=SERVE_HELP, epilog=SERVE_EXAMPLES)(from_groups(serve))
+app.command("verify", cls=LlamaSpellings, help=VERIFY_HELP, epilog=VERIFY_EXAMPLES)(from_groups(verify))
 app.command("pair", help=PAIR_HELP, epilog=PAIR_EXAMPLES)(pair)
 
 

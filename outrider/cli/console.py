@@ -14,9 +14,9 @@ import typer
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["reported", "say", "working"]
+__all__ = ["byte_bar", "reported", "say", "working"]
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -85,3 +85,18 @@ def working(what: str, *, quiet: bool) -> Iterator[None]:
     else:
         say(what)
         yield
+
+
+@contextmanager
+def byte_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Show bytes done of bytes in all, on a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from outrider.bench.shapes import SHAPES
-from outrider.cli.console import reported, say
+from outrider.cli.console import byte_bar, reported, say
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from outrider.bench.pair import Pair
 
 __all__ = ["PAIR_EXAMPLES", "PAIR_HELP", "pair"]
@@ -71,7 +67,7 @@ def pair(
         from outrider.bench.pair import write_draft, write_pair
 
         common: dict[str, Any] = {"agreement": agreement, "device": device, "force": force}
-        with _bar(quiet=quiet) as advance:
+        with byte_bar("writing", quiet=quiet) as advance:
             if only == "draft":
                 there = _same_target(out_dir, target=target, seed=seed, dtype=dtype)
                 made = write_draft(
@@ -117,21 +113,6 @@ def _draft_of(out_dir: Path) -> Any:
         return read_facts(out_dir / "draft")["shape"]
     except ModelLoadError:
         return "llama-3.2-1b"
-
-
-@contextmanager
-def _bar(*, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Show bytes written, on a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("writing")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _close(made: Pair) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "locate",
     "stored_dtype",
     "stored_tensors",
+    "weight_files",
 ]
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,11 @@ def locate(source: str | Path, revision: str | None = None) -> Checkpoint:
             raise ModelLoadError(f"{text}: {repo} on the Hub has no file {file}; check its file list")
         return Checkpoint("gguf", folder / file, Path(file).stem)
     return _on_hub(repo, revision)
+
+
+def weight_files(checkpoint: Checkpoint) -> list[Path]:
+    """The files that hold a checkpoint's weights: its GGUF file, or its safetensors."""
+    return [checkpoint.path] if checkpoint.kind == "gguf" else _safetensors(checkpoint.path, checkpoint.name)
 
 
 def _on_hub(repo: str, revision: str | None) -> Checkpoint:
