@@ -121,6 +121,11 @@ class ServeOptions:
     header_seconds: Annotated[
         float, Option(help="How long a request's head may take to arrive.", rich_help_panel=LIMITS)
     ] = ServerSettings.header_seconds
+    verify_rate: Annotated[
+        float,
+        Option(help="Share of texts, 0 to 1, to run again without guesses while idle, and compare.",
+               rich_help_panel=LIMITS),
+    ] = ServerSettings.verify_rate  # fmt: skip
     traceback: Annotated[bool, Option("--traceback", help="Show where an error arose.")] = False
 
     def settings(self, max_num_seqs: int) -> ServerSettings:
@@ -149,6 +154,7 @@ class ServeOptions:
             stall_seconds=self.stall_seconds,
             header_seconds=self.header_seconds,
             step_seconds=self.step_seconds,
+            verify_rate=self.verify_rate,
         )
         if not settings.on_loopback and not settings.api_keys and not self.allow_anyone:
             raise ConfigError(

@@ -1,56 +1,45 @@
 """Do texts that were judged by rejection or block verification follow the target's distribution? A test by position.
 
 These verifiers do not give the target's own sample, but one of its distribution. So each prompt is continued with many
-seeds, and the draws are sorted by what came before them: of all texts that begin alike, the next tokens are draws from
-one distribution, which the target's logits in fp32 tell exactly. Tokens that are expected often enough are cells of
-their own, all others of a beginning share one, and Pearson's chi-square over all beginnings of one length is one test.
-Given what came before, the tests of all positions are independent.
+seeds, and every token is held against the distribution that the target's logits in fp32 give after all that precedes it
+in its text. Each draw falls into a cell whose chance is known:
+
+- Of a beginning that many texts share, the likeliest next tokens have a cell each, all others one together, and
+  Pearson's statistic compares the counts.
+- All other draws of a position are sorted by how likely the token was among all that could have come there: the
+  likeliest, the second, and so on, in a few classes. Each draw has chances of its own; observed and expected counts
+  differ by a sum of independent differences, whose covariance is known, so its squared length in units of that is
+  chi-square too.
+
+Both together are one test for each position of the text. Given what came before, the tests are independent.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.proof.chance import Outcome, judged
-from outrider.proof.gap import allowed, law
+from outrider.proof.gap import allowed, laws
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from outrider.proof.referee import Referee
     from outrider.proof.texts import Text
     from outrider.sampling.params import SamplingParams
 
-__all__ = ["Beginning", "PositionTest", "beginnings", "cells_of", "tested"]
+__all__ = ["PositionTest", "by_position", "cells_of"]
 
 LEVEL = 1e-3  # chance of a false alarm, over all tests of a proof
-LEAST_EXPECTED = 10.0  # draws in a cell: fewer, and the statistic's law is not yet chi-square
+LEAST_EXPECTED = 10.0  # draws in a cell, or their variance: with fewer the statistic is not yet chi-square
 MOST_CELLS = 16  # of a beginning: more cells find less
+CLASSES = (1, 2, 3, 4, 6, 10, 20, 60)  # the ranks with which classes end; the last class has no end
 AMPLITUDE = 2.0  # rounding in our passes may be so many times what it was in the referee's
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """What many texts have in common, and how they went on.
-
-    Attributes:
-        prefix: Ids, the prompt's included.
-        prompt_length: How many of them are the prompt.
-        following: The next token -> how many of the texts took it.
-    """
-
-    prefix: tuple[int, ...]
-    prompt_length: int
-    following: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def draws(self) -> int:
-        """Texts that begin so and go on."""
-        return self.following.total()
+BATCH = 32  # texts that the referee reads together
 
 
 @dataclass(frozen=True)
@@ -60,15 +49,13 @@ class PositionTest:
     Attributes:
         position: Of the token, from 0.
         draws: Tokens that were tested.
-        beginnings: Beginnings that occurred often enough to be tested.
         cells: Cells in all.
         impossible: Draws of tokens that the target never takes.
-        outcome: What came; None where no beginning has two cells.
+        outcome: What came; None where the target leaves nothing to chance.
     """
 
     position: int
     draws: int
-    beginnings: int
     cells: int
     impossible: int
     outcome: Outcome | None
@@ -79,30 +66,7 @@ class PositionTest:
         return self.impossible > 0 or (self.outcome is not None and self.outcome.failed)
 
 
-def beginnings(texts: Sequence[Text], position: int) -> list[Beginning]:
-    """Sort the tokens at `position` by what came before them, and leave out beginnings too rare to be tested."""
-    found: dict[tuple[int, ...], Beginning] = {}
-    for text in texts:
-        if len(text.tokens) > position:
-            prefix = (*text.prompt, *text.tokens[:position])
-            one = found.setdefault(prefix, Beginning(prefix, len(text.prompt)))
-            one.following[text.tokens[position]] += 1
-    return [one for one in found.values() if one.draws >= 2 * LEAST_EXPECTED]
-
-
-def cells_of(probs: torch.Tensor, draws: int) -> torch.Tensor:
-    """Give each id ``[V]`` its cell, by its probability alone: the likeliest have one each, the last holds the rest."""
-    ordered, ids = probs.sort(descending=True)
-    own = int((ordered[: MOST_CELLS - 1] * draws >= LEAST_EXPECTED).sum())
-    rest = float(ordered[own:].sum()) * draws
-    if rest < LEAST_EXPECTED:
-        own -= 1  # the rest joins the last that would have had one
-    cells = torch.full((len(probs),), max(own, 0))
-    cells[ids[: max(own, 0)]] = torch.arange(max(own, 0))
-    return cells
-
-
-def tested(
+def by_position(
     texts: Sequence[Text], params: SamplingParams, referee: Referee, near: float, *, strict: bool, num_tests: int
 ) -> list[PositionTest]:
     """Test every position of some texts.
@@ -116,46 +80,136 @@ def tested(
         num_tests: Tests of the whole proof: each may give a false alarm with as small a part of `LEVEL`.
     """
     longest = max((len(text.tokens) for text in texts), default=0)
+    sums = [_Sums(texts, position) for position in range(longest)]
+    alike = Counter((text.prompt, text.tokens) for text in texts)
+    prompts = dict.fromkeys(prompt for prompt, _ in alike)
+    for prompt in prompts:
+        ways = [tokens for begin, tokens in alike if begin == prompt and tokens]
+        for begin in range(0, len(ways), BATCH):
+            some = ways[begin : begin + BATCH]
+            exact = laws(referee.after(prompt, some), prompt, some, params)
+            rough = exact if strict else laws(referee.after(prompt, some, rounded=True), prompt, some, params)
+            for row, tokens in enumerate(some):
+                for place, token in enumerate(tokens):
+                    draw = _Draw((*prompt, *tokens[:place]), token, alike[prompt, tokens])
+                    sums[place].add(draw, exact[row, place], rough[row, place])
     found = []
-    for position in range(longest):
-        sums = _Sums()
-        for one in beginnings(texts, position):
-            sums.add(one, params, referee, near, strict=strict)
-        outcome = None
-        if sums.freedom:
-            outcome = judged(sums.statistic, sums.freedom, sums.draws, LEVEL / num_tests, sums.rounding)
-        found.append(PositionTest(position, sums.draws, sums.groups, sums.cells, sums.impossible, outcome))
+    for one in sums:
+        impossible = one.impossible(params, referee, near)
+        found.append(one.test(impossible, LEVEL / num_tests))
     return found
 
 
+@dataclass(frozen=True)
+class _Draw:
+    """A token that `count` texts took after `prefix`."""
+
+    prefix: tuple[int, ...]
+    token: int
+    count: int
+
+
 class _Sums:
-    """Adds up one position's beginnings."""
+    """Adds up the draws of one position.
 
-    def __init__(self) -> None:
+    Args:
+        texts: All texts.
+        position: The position.
+    """
+
+    def __init__(self, texts: Sequence[Text], position: int) -> None:
+        self.position = position
+        self.following: dict[tuple[int, ...], Counter[int]] = {}  # what came after each beginning
+        for text in texts:
+            if len(text.tokens) > position:
+                prefix = (*text.prompt, *text.tokens[:position])
+                self.following.setdefault(prefix, Counter())[text.tokens[position]] += 1
+        self.draws = sum(counts.total() for counts in self.following.values())
         self.statistic = self.rounding = 0.0
-        self.freedom = self.draws = self.groups = self.cells = self.impossible = 0
+        self.freedom = self.cells = 0
+        self._own: dict[tuple[int, ...], bool] = {}  # beginnings seen by now, and whether they have cells of their own
+        self._suspects: list[_Draw] = []
+        size = len(CLASSES) + 1
+        self._surplus = torch.zeros(size, dtype=torch.float64)  # observed less expected
+        self._shift = torch.zeros(size, dtype=torch.float64)  # what rounding adds to the expected
+        self._covariance = torch.zeros(size, size, dtype=torch.float64)
 
-    def add(self, one: Beginning, params: SamplingParams, referee: Referee, near: float, *, strict: bool) -> None:
-        """Count one beginning's draws into cells, and what they should be."""
-        where = one.prefix, params
-        logits = referee.logits(one.prefix)[-1]
-        probs = law(logits, *where, one.prompt_length)
-        may_come = allowed(logits, *where, near, one.prompt_length)
-        self.impossible += sum(count for token, count in one.following.items() if not may_come[token])
-        cells = cells_of(probs, one.draws)
-        size = int(cells.max()) + 1
-        expected = torch.zeros(size, dtype=torch.float64).index_add_(0, cells, probs) * one.draws
-        observed = torch.zeros(size, dtype=torch.float64)
-        for token, count in one.following.items():
-            observed[cells[token]] += count
-        self.groups += 1
-        if size < 2:
+    def add(self, draw: _Draw, probs: torch.Tensor, rough: torch.Tensor) -> None:
+        """Count a draw; `probs` and `rough` ``[V]`` are what it was drawn from, in fp32 and in the target's dtype."""
+        if probs[draw.token] == 0:
+            self._suspects.append(draw)
+        if draw.prefix not in self._own:
+            self._own[draw.prefix] = self._add_beginning(self.following[draw.prefix], probs, rough)
+        if self._own[draw.prefix]:
             return
+        ordered, ids = probs.sort(descending=True)
+        chances = _classes(ordered)
+        rank = int((ids == draw.token).nonzero())
+        self._surplus -= draw.count * chances
+        self._surplus[sum(rank >= end for end in CLASSES)] += draw.count
+        self._shift += draw.count * (_classes(rough[ids]) - chances)
+        self._covariance += draw.count * (chances.diag() - chances.outer(chances))
+
+    def _add_beginning(self, following: Counter[int], probs: torch.Tensor, rough: torch.Tensor) -> bool:
+        """Count all draws after a beginning; False where they are too few, or too sure, to have cells of their own."""
+        draws = following.total()
+        if draws < 2 * LEAST_EXPECTED:
+            return False
+        cells = cells_of(probs, draws)
+        size = int(cells.max()) + 1
+        if size < 2:
+            return False
+        empty = torch.zeros(size, dtype=torch.float64)
+        expected, moved = (empty.index_add(0, cells, one) * draws for one in (probs, rough))
+        ids, counts = zip(*following.items(), strict=True)
+        observed = empty.index_add(0, cells[torch.tensor(ids)], torch.tensor(counts, dtype=torch.float64))
         self.statistic += float(((observed - expected) ** 2 / expected).sum())
-        if not strict:
-            rough = law(referee.logits(one.prefix, rounded=True)[-1], *where, one.prompt_length)
-            moved = torch.zeros(size, dtype=torch.float64).index_add_(0, cells, rough) * one.draws - expected
-            self.rounding += AMPLITUDE**2 * float((moved**2 / expected).sum())
+        self.rounding += float(((moved - expected) ** 2 / expected).sum())
         self.freedom += size - 1
-        self.draws += one.draws
         self.cells += size
+        return True
+
+    def impossible(self, params: SamplingParams, referee: Referee, near: float) -> int:
+        """Count draws of what the target never takes, whatever rounding does."""
+        found = 0
+        for draw in self._suspects:
+            length = len(draw.prefix) - self.position
+            logits = referee.logits(draw.prefix)[-1]
+            found += draw.count * (not allowed(logits, draw.prefix, params, near, length)[draw.token])
+        return found
+
+    def test(self, impossible: int, level: float) -> PositionTest:
+        """Judge what was added up."""
+        variances, directions = torch.linalg.eigh(self._covariance)
+        kept = variances >= LEAST_EXPECTED
+        if kept.any():
+            along, shifted = (directions.T[kept] @ one for one in (self._surplus, self._shift))
+            self.statistic += float((along**2 / variances[kept]).sum())
+            self.rounding += float((shifted**2 / variances[kept]).sum())
+            self.freedom += int(kept.sum())
+            self.cells += int(kept.sum()) + 1
+        outcome = None
+        if self.freedom:
+            outcome = judged(self.statistic, self.freedom, self.draws, level, AMPLITUDE**2 * self.rounding)
+        return PositionTest(self.position, self.draws, self.cells, impossible, outcome)
+
+
+def cells_of(probs: torch.Tensor, draws: int) -> torch.Tensor:
+    """Give each id ``[V]`` its cell, by its probability alone: the likeliest have one each, the last holds the rest."""
+    ordered, ids = probs.sort(descending=True)
+    own = int((ordered[: MOST_CELLS - 1] * draws >= LEAST_EXPECTED).sum())
+    if float(ordered[own:].sum()) * draws < LEAST_EXPECTED:
+        own -= 1  # the rest joins the last that would have had one
+    own = max(own, 0)
+    cells = torch.full((len(probs),), own)
+    cells[ids[:own]] = torch.arange(own)
+    return cells
+
+
+def _classes(ordered: torch.Tensor) -> torch.Tensor:
+    """Add up probabilities ``[V]``, in order of rank, by classes."""
+    return torch.stack([ordered[begin:end].sum() for begin, end in _borders(len(ordered))])
+
+
+def _borders(size: int) -> Iterator[tuple[int, int]]:
+    yield from zip((0, *CLASSES), (*CLASSES, size), strict=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.sampling.params import SamplingParams
     from outrider.sampling.rules import Rules
 
-__all__ = ["Gap", "allowed", "gap_of", "law"]
+__all__ = ["Gap", "allowed", "gap_of", "laws"]
 
 OUT = float("-inf")
 
@@ -41,6 +41,7 @@ def gap_of(
     params: SamplingParams,
     near: float,
     prompt_length: int | None = None,
+    sample: int = 0,
 ) -> Gap:
     """Tell how far two tokens are from being taken after `prefix`.
 
@@ -54,13 +55,14 @@ def gap_of(
         params: How the texts were chosen; penalties, bias and filters count, the seed must be set for a draw.
         near: How much rounding may move the distance of two logits.
         prompt_length: How many of `prefix` are the prompt; all by default.
+        sample: Which of the request's n samples the text is.
     """
     scores = _ruled(logits, prefix, params, prompt_length)
     near *= _stretch(params)
     surely = perhaps = torch.ones(len(scores), dtype=torch.bool)
     if not params.greedy:
         surely, perhaps = _inside(scores, params, near)
-        seed = torch.tensor([mixed_seed(params.seed or 0)])
+        seed = torch.tensor([mixed_seed(params.seed or 0, sample)])
         noise = gumbel(seed, torch.tensor([[len(prefix)]]), Purpose.CHOICE, len(scores))[0, 0]
         scores = scores + params.temperature * noise
     best, second = scores.masked_fill(~perhaps, OUT).topk(2).values.tolist()
@@ -75,15 +77,31 @@ def gap_of(
 def allowed(
     logits: torch.Tensor, prefix: Sequence[int], params: SamplingParams, near: float, prompt_length: int
 ) -> torch.Tensor:
-    """Say which ids ``[V]`` can be drawn at all after `prefix` while logits are off by no more than `near`."""
+    """Say which ids ``[V]`` a draw after `prefix` can give while logits are off by no more than `near`."""
     scores = _ruled(logits, prefix, params, prompt_length)
     return _inside(scores, params, near * _stretch(params))[1] & (scores > OUT)
 
 
-def law(logits: torch.Tensor, prefix: Sequence[int], params: SamplingParams, prompt_length: int) -> torch.Tensor:
-    """Give the target's distribution after `prefix`, every rule applied: fp64 ``[V]``, of fp32 logits ``[V]``."""
-    where, rules = _place(prefix, params, prompt_length)
-    return distribution(logits[None, None], rules, where)[0, 0].double()
+def laws(
+    logits: torch.Tensor, prompt: Sequence[int], texts: Sequence[Sequence[int]], params: SamplingParams
+) -> torch.Tensor:
+    """Give the target's distribution at each place of some texts after one prompt, every rule applied.
+
+    Args:
+        logits: ``[B, T, V]``, fp32: those that place t of each text was drawn from.
+        prompt: Its ids.
+        texts: B lists of T ids at most.
+        params: How the texts were chosen.
+
+    Returns:
+        fp64 ``[B, T, V]``; what lies beyond a text's end means nothing.
+    """
+    rows, width = logits.shape[:2]
+    table = RuleTable(1, torch.device("cpu"))
+    table.write(0, params, prompt_length=len(prompt))
+    tokens = torch.tensor([[*prompt, *text, *[0] * (width - len(text))] for text in texts])
+    ends = len(prompt) + torch.arange(width).expand(rows, -1)
+    return distribution(logits, table.select([0] * rows), Prefix(tokens, ends)).double()
 
 
 def _ruled(

@@ -10,7 +10,7 @@ import torch
 from outrider.config import Verification
 from outrider.errors import ConfigError
 from outrider.progress import counted
-from outrider.proof.distribution import PositionTest, tested
+from outrider.proof.distribution import PositionTest, by_position
 from outrider.proof.referee import LEAST_NEAR, Noise, Referee
 from outrider.proof.texts import WHOLE, Parting, Text, parting, text_of
 from outrider.sampling.params import SamplingParams
@@ -254,7 +254,7 @@ class _Judge:
             if one.finish_reason not in WHOLE:
                 cell.partings.append(Parting(place, len(one.tokens), None, None, (None, one.finish_reason)))
         params, exact = self._plan.params(cell.setting, 0), self._target.dtype is torch.float32
-        cell.tests = tested(cell.speculative, params, self.referee, self.near, strict=exact, num_tests=num_tests)
+        cell.tests = by_position(cell.speculative, params, self.referee, self.near, strict=exact, num_tests=num_tests)
 
 
 def _sample(cells: Sequence[Cell]) -> list[tuple[int, ...]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from outrider.model.load import load_model
+from outrider.model.reference import logits_after, logits_of
 from outrider.proof.gap import Gap, gap_of
 
 if TYPE_CHECKING:
@@ -71,12 +72,13 @@ class Referee:
             self._whole = copy.deepcopy(self._rounded)
             self._whole.float()
 
-    @torch.inference_mode()
     def logits(self, tokens: Sequence[int], *, rounded: bool = False) -> torch.Tensor:
-        """Give the logits after every token: ``[T, V]`` on the CPU, computed in fp32, or in the engine's dtype."""
-        model = self._rounded if rounded else self._whole
-        found = model(torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0]
-        return found.float().cpu()  # type: ignore[no-any-return]
+        """Give the logits after every token, computed in fp32 or in the engine's dtype: fp32 ``[T, V]`` on the CPU."""
+        return logits_of(self._rounded if rounded else self._whole, tokens)
+
+    def after(self, prompt: Sequence[int], texts: Sequence[Sequence[int]], *, rounded: bool = False) -> torch.Tensor:
+        """Give the logits that each token of some texts after one prompt was chosen from: ``[B, T, V]``, likewise."""
+        return logits_after(self._rounded if rounded else self._whole, prompt, texts)
 
     def gap(
         self,

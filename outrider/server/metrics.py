@@ -73,12 +73,16 @@ class Metrics:
         self.preemptions = counter("preemptions", "Texts sent back to the queue for want of memory")
         self.out_of_memory = counter("out_of_memory", "Steps that ran out of memory and were tried again")
         self.degraded = gauge("speculation_degraded", "1 where the drafter failed and is left out")
+        self.verified = counter("verified_texts", "Texts that were run again without guesses, and came out the same")
+        self.mismatched = counter("mismatched_texts", "Texts that came out otherwise")
+        self.verify_dropped = counter("verify_dropped_texts", "Chosen texts that could not be run again", "reason")
+        self.verify_skipped = counter("verify_skipped_texts", "Chosen texts that show nothing", "reason")
         self._seen: dict[str, float] = {}
 
-    def observe(self, engine: Engine) -> None:
-        """Take over what the engine counts itself."""
+    def observe(self, engine: Engine, *, unasked: int = 0) -> None:
+        """Take over what the engine counts itself; `unasked` of what it runs are no client's."""
         scheduler, figures = engine.scheduler, engine.figures
-        self.running.set(len(scheduler.running))
+        self.running.set(max(0, len(scheduler.running) - unasked))
         self.waiting.set(len(scheduler.waiting))
         self.cache_usage.set(scheduler.cache_usage)
         self.degraded.set(engine.speculator.disabled)

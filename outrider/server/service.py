@@ -16,6 +16,7 @@ from outrider.errors import InvalidRequestError
 from outrider.server.admission import Admission
 from outrider.server.call import Call
 from outrider.server.errors import ApiError, invalid, not_ready
+from outrider.server.recheck import Rechecks
 from outrider.server.rendering import Renderer
 from outrider.server.sampling import field_of
 from outrider.server.worker import EngineWorker, Job
@@ -83,11 +84,14 @@ class Service:
         tokenizer: Any = llm.tokenizer
         renderer = Renderer(_template(tokenizer), dict(getattr(tokenizer, "special_tokens_map", None) or {}))
         await renderer.start()
-        worker = EngineWorker(llm.engine, asyncio.get_running_loop(), self.settings, self.metrics, on_fault)
+        rechecks = Rechecks(llm.engine, llm.intake.sequences, self.settings, self.metrics)
+        loop = asyncio.get_running_loop()
+        worker = EngineWorker(llm.engine, loop, self.settings, self.metrics, on_fault, rechecks)
         self.admission = Admission(self.settings, llm.engine.config.max_num_seqs)
         worker.start()
         model = Model(llm, self.settings.served_name or llm.loaded.name, worker, renderer)
         await self._self_test(model)
+        rechecks.accepting = True
         self._model = model
 
     async def _self_test(self, model: Model) -> None:
@@ -108,6 +112,8 @@ class Service:
         self._draining = True
         if self.admission is not None:
             self.admission.draining = True
+        if self._model is not None:
+            self._model.worker.drain()
 
     async def drained(self, seconds: float) -> bool:
         """Wait until nothing is under way; False where that took too long."""

@@ -37,6 +37,8 @@ class ServerSettings:
         max_samples: Texts of one request (its prompts times n).
         max_logprobs, max_biases, max_stops, max_stop_length: Of its parameters.
         max_stream_bytes: What may wait for one reader.
+        verify_rate: Share of texts that are run again without speculation while nothing else runs, and compared.
+        max_verify_texts, max_verify_tokens: What may wait to be run again, prompts counted.
     """
 
     host: str = "127.0.0.1"
@@ -66,6 +68,9 @@ class ServerSettings:
     max_stops: int = 4
     max_stop_length: int = 256
     max_stream_bytes: int = 256 << 10
+    verify_rate: float = 0.0
+    max_verify_texts: int = 64
+    max_verify_tokens: int = 1 << 18
 
     def __post_init__(self) -> None:
         for name, low in (("port", 0), ("max_waiting", 0), ("max_waiting_tokens", 1), ("max_samples", 1)):
@@ -78,6 +83,8 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.drain_seconds < 0:
             raise ConfigError(f"drain_seconds must be 0 or more, got {self.drain_seconds}")
+        if not 0 <= self.verify_rate <= 1:
+            raise ConfigError(f"verify_rate must be in [0, 1], got {self.verify_rate}")
         if self.max_per_key is not None and self.max_per_key < 1:
             raise ConfigError(f"max_per_key must be 1 or more, got {self.max_per_key}")
 

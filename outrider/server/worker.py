@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.sequence import Request, Sequence
     from outrider.server.errors import ApiError
     from outrider.server.metrics import Metrics
+    from outrider.server.recheck import Rechecks
     from outrider.server.settings import ServerSettings
 
 __all__ = ["EngineWorker", "Job"]
@@ -84,6 +85,7 @@ class EngineWorker(threading.Thread):
         settings: Bounds on waiting; how streams are cut.
         metrics: What is counted.
         on_fault: Called on the event loop when the engine has failed, after every job was told.
+        rechecks: Takes in what was handed out, and runs while nothing else does.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class EngineWorker(threading.Thread):
         settings: ServerSettings,
         metrics: Metrics,
         on_fault: Callable[[BaseException], None],
+        rechecks: Rechecks,
     ) -> None:
         super().__init__(name="outrider-engine", daemon=True)
         self.engine = engine
@@ -100,7 +103,8 @@ class EngineWorker(threading.Thread):
         self._inbox: deque[tuple[Job, bool]] = deque()  # a job, and whether it is to end
         self._jobs: dict[Job, None] = {}
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = self._draining = False
+        self._rechecks = rechecks
         self._told_at = 0.0
         self.beat = time.monotonic()
 
@@ -117,6 +121,11 @@ class EngineWorker(threading.Thread):
         self._stopping = True
         self._wake.set()
 
+    def drain(self) -> None:
+        """Do nothing any more that nobody waits for; from any thread."""
+        self._draining = True
+        self._wake.set()
+
     @property
     def silent_seconds(self) -> float:
         """How long ago the engine last showed signs of life."""
@@ -127,15 +136,20 @@ class EngineWorker(threading.Thread):
         try:
             while not self._stopping:
                 self._wake.clear()
+                if self._draining:
+                    self._rechecks.close()
                 self._take_in()
                 if self.engine.busy:
                     self._step()
                     self._expire()
                     self._publish()
+                    self._rechecks.look()
                 else:
                     self._publish()  # what ended without a step
-                    self._metrics.observe(self.engine)
-                    self._wake.wait(IDLE_SECONDS)
+                    self._rechecks.look()
+                    self._observe()
+                    if not self._rechecks.begin():
+                        self._wake.wait(IDLE_SECONDS)
                 self.beat = time.monotonic()
         except BaseException as fault:
             logger.exception("the engine failed; every request is ended")
@@ -153,6 +167,7 @@ class EngineWorker(threading.Thread):
                     self.engine.abort(sequence)
                 self._jobs.pop(job, None)
             else:
+                self._rechecks.give_up()
                 self._jobs[job] = None
                 for sequence in job.sequences:
                     if not sequence.finished:
@@ -203,12 +218,16 @@ class EngineWorker(threading.Thread):
                 found.append((job, chunks, None))
             if job.done:
                 del self._jobs[job]
+                self._rechecks.offer(job.sequences)
         if found:
             self._send(found)
         now = time.monotonic()
         if now - self._told_at > IDLE_SECONDS:
             self._told_at = now
-            self._metrics.observe(self.engine)
+            self._observe()
+
+    def _observe(self) -> None:
+        self._metrics.observe(self.engine, unasked=self._rechecks.active)
 
     def _fail(self, fault: BaseException) -> None:
         error = engine_failed()
