@@ -11,6 +11,8 @@ from outrider.proof.record import summary, without_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.table import Table
+
     from outrider.proof.prove import Cell, Proof, Target
     from outrider.proof.replay import Recall
     from outrider.proof.texts import Parting
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "closing", "tables"]
 
 MOST_LINES = 20  # partings shown one by one
+WIDTH = 120  # of tables that no terminal limits
 
 
 def as_json(proof: Proof, recalls: list[Recall] | None, differences: list[str] | None) -> dict[str, Any]:
@@ -42,55 +45,79 @@ def as_json(proof: Proof, recalls: list[Recall] | None, differences: list[str] |
 
 def tables(proof: Proof, tokenizer: Any, recalls: list[Recall] | None) -> None:
     """Write the tables, and where texts part."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    console = Console(file=sys.stdout, no_color=not wants_colour(), highlight=False, soft_wrap=True)
+    width = None if sys.stdout.isatty() else WIDTH
+    console = Console(file=sys.stdout, no_color=not wants_colour(), highlight=False, width=width)
     compared = [cell for cell in proof.cells if not cell.by_distribution]
-    if compared:
-        table = Table(box=box.SIMPLE, pad_edge=False)
-        for place, name in enumerate(("setting", "texts", "equal", "part", "near-ties", "defects", "accepted")):
-            table.add_column(name, justify="right" if place else "left")
-        for cell in compared:
-            parted = len(cell.partings)
-            counts = (len(cell.plain), len(cell.plain) - parted, parted, parted - cell.defects, cell.defects)
-            table.add_row(_setting(cell.setting), *map(str, counts), _accepted(cell))
-        console.print(table)
     drawn = [cell for cell in proof.cells if cell.by_distribution]
+    if compared:
+        console.print(_token_table(compared))
     if drawn:
-        table = Table(box=box.SIMPLE, pad_edge=False)
-        names = ("setting", "position", "draws", "cells", "p-value", "fails below", "finds, at 95 %", "verdict")
-        for place, name in enumerate(names):
-            table.add_column(name, justify="right" if place else "left")
-        for cell in drawn:
-            for one in cell.tests:
-                table.add_row(_setting(cell.setting), *_test(one))
-        console.print(table)
+        console.print(_law_table(drawn))
+        for line in _about_laws(drawn):
+            console.print(line, markup=False)
     lines = [_line(f"{_setting(cell.setting)}, ", one, tokenizer) for cell in proof.cells for one in cell.partings]
     for recall in recalls or []:
         where = f"{_setting(recall.setting)}, {recall.run} text against the record, "
         lines += [_line(where, one, tokenizer, ("recorded", "now")) for one in recall.partings]
     for line in lines[:MOST_LINES]:
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     if len(lines) > MOST_LINES:
         console.print(f"and {len(lines) - MOST_LINES} more (--json has all)")
+
+
+def _table(names: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for place, name in enumerate(names):
+        table.add_column(name, justify="right" if place else "left")
+    return table
+
+
+def _token_table(cells: list[Cell]) -> Table:
+    table = _table(("setting", "texts", "equal", "part", "near-ties", "defects", "accepted"))
+    for cell in cells:
+        parted = len(cell.partings)
+        counts = (len(cell.plain), len(cell.plain) - parted, parted, parted - cell.defects, cell.defects)
+        table.add_row(_setting(cell.setting), *map(str, counts), f"{cell.accepted} of {cell.drafted}")
+    return table
+
+
+def _law_table(cells: list[Cell]) -> Table:
+    table = _table(("setting", "position", "draws", "cells", "p-value", "would find", "verdict"))
+    for cell in cells:
+        for one in cell.tests:
+            table.add_row(_setting(cell.setting), *_test(one))
+    return table
+
+
+def _about_laws(cells: list[Cell]) -> list[str]:
+    lines = [
+        f"{_setting(cell.setting)}: {len(cell.speculative)} texts, {cell.accepted} of {cell.drafted} guesses accepted."
+        for cell in cells
+    ]
+    levels = [one.outcome.level for cell in cells for one in cell.tests if one.outcome is not None]
+    if levels:
+        lines.append(
+            f"A test fails below a p-value of {levels[0]:.1g}. It would find, with a chance of 95 %, draws whose "
+            "distribution is at that total variation distance (TV) from the target's."
+        )
+    return lines
 
 
 def _setting(setting: dict[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in setting.items())
 
 
-def _accepted(cell: Cell) -> str:
-    return f"{cell.accepted} of {cell.drafted}" if cell.drafted else "no guess"
-
-
 def _test(one: Any) -> tuple[str, ...]:
     if one.outcome is None:
-        told = ("-", "-", "-")
+        told = ("-", "-")
     else:
         outcome = one.outcome
-        told = (f"{outcome.p_value:.3g}", f"{outcome.level:.1g}", f"TV {outcome.smallest:.3f}")
+        told = (f"{outcome.p_value:.3g}", f"TV {outcome.smallest:.3f}")
     verdict = "defect" if one.failed else "not tested" if one.outcome is None else "as the target's"
     if one.impossible:
         verdict += f" ({one.impossible} impossible)"

@@ -17,12 +17,13 @@ def accepts_the_first_guess(proposal: Proposal, choice: torch.Tensor) -> Accepta
     return verify_coupled(proposal, taken)
 
 
-def too_kind(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """An acceptance chance that is the square root of what it should be: wrong guesses pass too often."""
-    at_p, at_q = (table.gather(-1, tokens[..., None])[..., 0] for table in (p, q))
-    return (at_p / at_q.where(at_q > 0, 1.0)).clamp(max=1.0).sqrt()
+def accepts_whatever_comes(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """An acceptance chance of 1 for every guess: what comes out is the draft's distribution."""
+    return torch.ones(tokens.shape)
 
 
-def not_from_the_residual(p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """What is drawn after a refusal comes from the target's whole distribution."""
-    return p
+def residual_backwards(p: torch.Tensor, q: torch.Tensor, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """What is drawn after a refusal, with the difference taken the wrong way round."""
+    left = (q - scale * p).clamp(min=0)
+    mass = left.sum(-1, keepdim=True)
+    return torch.where(mass > 0, left / mass.where(mass > 0, 1.0), p)
