@@ -88,7 +88,7 @@ class VerifyOptions:
     max_tokens: Annotated[int, Option("--max-tokens", "-n", min=1, help="Of each text.", rich_help_panel=PROOF)] = 64
     samples: Annotated[
         int, Option(min=100, help="Texts a setting whose distribution is tested.", rich_help_panel=PROOF)
-    ] = 4000
+    ] = 2000
     record: Annotated[Path | None, Option(metavar="FILE", help="Write a proof record.", rich_help_panel=PROOF)] = None
     replay: Annotated[
         Path | None,
@@ -175,8 +175,8 @@ class _Job:
             prompts = self._prompts(llm, wanted)
             cells = generated(llm, prompts, plan, progress=False if check.quiet else None)
             tokenizer = llm.tokenizer
-        with working("comparing", quiet=check.quiet):
-            proof = proved(cells, plan, target)
+        self._say("comparing")
+        proof = proved(cells, plan, target)
         if check.record is not None:
             machine = here(target)
             load = {**self._load, "dtype": machine.dtype}
@@ -196,9 +196,9 @@ class _Job:
             cells = generated(llm, record.prompts, record.plan, progress=False if self._check.quiet else None)
             tokenizer = llm.tokenizer
         differences = record.machine.differences(here(target))
-        with working("comparing", quiet=self._check.quiet):
-            proof = proved(cells, record.plan, target)
-            recalls = recalled(record, proof, target, same_machine=not differences)
+        self._say("comparing")
+        proof = proved(cells, record.plan, target)
+        recalls = recalled(record, proof, target, same_machine=not differences)
         self._tell(proof, target, tokenizer, recalls, differences)
         return proof.defects + sum(one.defects for one in recalls)
 
@@ -211,10 +211,14 @@ class _Job:
         given = named | {"model": load.get("speculative_model")}
         speculation = speculation_from(load.get("speculative_config"), **given)
         files = model_files(load.get("model"), load.get("revision"), speculation)
-        if not self._check.quiet and not sys.stderr.isatty():
-            say("hashing the weights")
+        self._say("hashing the weights")
         with byte_bar("hashing the weights", quiet=self._check.quiet) as advance:
             return hashed(files, advance)
+
+    def _say(self, line: str) -> None:
+        """Tell what is being done, unless a progress bar will."""
+        if not self._check.quiet and not sys.stderr.isatty():
+            say(line)
 
     def _loaded(self) -> LLM:
         with working(f"loading {self._load.get('model') or 'the default model'}", quiet=self._check.quiet):

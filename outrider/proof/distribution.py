@@ -22,15 +22,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.progress import counted
 from outrider.proof.chance import Outcome, judged
 from outrider.proof.gap import allowed, laws
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from outrider.proof.referee import Referee
     from outrider.proof.texts import Text
     from outrider.sampling.params import SamplingParams
+
+    Ids = tuple[int, ...]
 
 __all__ = ["PositionTest", "by_position", "cells_of"]
 
@@ -82,22 +85,23 @@ def by_position(
     longest = max((len(text.tokens) for text in texts), default=0)
     sums = [_Sums(texts, position) for position in range(longest)]
     alike = Counter((text.prompt, text.tokens) for text in texts)
-    prompts = dict.fromkeys(prompt for prompt, _ in alike)
-    for prompt in prompts:
-        ways = [tokens for begin, tokens in alike if begin == prompt and tokens]
-        for begin in range(0, len(ways), BATCH):
-            some = ways[begin : begin + BATCH]
-            exact = laws(referee.after(prompt, some), prompt, some, params)
-            rough = exact if strict else laws(referee.after(prompt, some, rounded=True), prompt, some, params)
-            for row, tokens in enumerate(some):
-                for place, token in enumerate(tokens):
-                    draw = _Draw((*prompt, *tokens[:place]), token, alike[prompt, tokens])
-                    sums[place].add(draw, exact[row, place], rough[row, place])
-    found = []
-    for one in sums:
-        impossible = one.impossible(params, referee, near)
-        found.append(one.test(impossible, LEVEL / num_tests))
-    return found
+    for prompt, some in counted(_batches(alike), "testing the distribution"):
+        exact = laws(referee.after(prompt, some), prompt, some, params)
+        rough = exact if strict else laws(referee.after(prompt, some, rounded=True), prompt, some, params)
+        for row, tokens in enumerate(some):
+            for place, token in enumerate(tokens):
+                draw = _Draw((*prompt, *tokens[:place]), token, alike[prompt, tokens])
+                sums[place].add(draw, exact[row, place], rough[row, place])
+    return [one.test(one.impossible(params, referee, near), LEVEL / num_tests) for one in sums]
+
+
+def _batches(alike: Iterable[tuple[Ids, Ids]]) -> list[tuple[Ids, list[Ids]]]:
+    """Bring texts together that the referee can read together: those of one prompt, so many at once."""
+    ways: dict[Ids, list[Ids]] = {}
+    for prompt, tokens in alike:
+        if tokens:
+            ways.setdefault(prompt, []).append(tokens)
+    return [(prompt, all_[at : at + BATCH]) for prompt, all_ in ways.items() for at in range(0, len(all_), BATCH)]
 
 
 @dataclass(frozen=True)

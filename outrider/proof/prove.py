@@ -210,9 +210,9 @@ def proved(cells: list[Cell], plan: Plan, target: Target) -> Proof:
     judge = _Judge(plan, target)
     grants = not target.strict or (target.dtype is not torch.float32 and any(one.by_distribution for one in cells))
     if grants:
-        judge.noise = judge.referee.noise(_sample(cells))
+        judge.noise = judge.referee.noise(counted(_sample(cells), "measuring what rounding does"))
     num_tests = sum(plan.guesses + BEYOND for cell in cells if cell.by_distribution)
-    for cell in counted(cells, "comparing"):
+    for cell in cells:
         if cell.by_distribution:
             judge.test(cell, num_tests)
         else:
@@ -242,7 +242,7 @@ class _Judge:
         """Find where texts part that must be the same."""
         pairs = zip(cell.plain, cell.speculative, strict=True)
         parted = [one for place, pair in enumerate(pairs) if (one := parting(place, *pair)) is not None]
-        for one in parted:
+        for one in counted(parted, "judging"):
             params = self._plan.params(cell.setting, one.prompt)
             referee = None if self._target.quantized else self.referee
             length = len(cell.plain[one.prompt].prompt)

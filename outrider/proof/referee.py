@@ -17,7 +17,7 @@ from outrider.model.reference import logits_after, logits_of
 from outrider.proof.gap import Gap, gap_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from outrider.sampling.params import SamplingParams
 
@@ -91,17 +91,17 @@ class Referee:
         """See `gap_of`, for the token after `prefix`."""
         return gap_of(self.logits(prefix)[-1], prefix, tokens, params, near, prompt_length)
 
-    def noise(self, texts: Sequence[Sequence[int]]) -> Noise:
-        """Measure rounding over every position of some texts."""
-        moved = []
+    def noise(self, texts: Iterable[Sequence[int]]) -> Noise:
+        """Measure rounding over every position of some texts, one at least."""
+        moved, positions = [], 0
         for text in texts:
             expected, ids = _likeliest(self.logits(text))
             got = self.logits(text, rounded=True).gather(-1, ids)
             moved.append(((got - got[:, :1]) - (expected - expected[:, :1])).abs()[:, 1:].flatten())
+            positions += len(text)
         every = torch.cat(moved)
         sample = every[:: max(1, len(every) // MOST_MOVES)]
-        p99 = float(sample.quantile(0.99))
-        return Noise(sum(map(len, texts)), float(sample.median()), p99, float(every.max()))
+        return Noise(positions, float(sample.median()), float(sample.quantile(0.99)), float(every.max()))
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

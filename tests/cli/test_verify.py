@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from click.testing import Result
 
 SMALL = ("--num-prompts", "3", "-n", "24", "--max-num-seqs", "8", "--max-model-len", "400", "--device", "cpu")
-DRAWN = ("--num-prompts", "2", "-n", "3", "--temperature", "2", "--num-speculative-tokens", "2", "--samples", "200",
+DRAWN = ("--num-prompts", "2", "-n", "3", "--temperature", "2", "--num-speculative-tokens", "2", "--samples", "120",
          "--max-num-seqs", "32", "--max-model-len", "400", "--device", "cpu")  # fmt: skip
 
 
@@ -154,12 +154,12 @@ def test_draws_follow_the_targets_distribution(pair: tuple[str, str], tmp_path: 
     path = str(tmp_path / "draws.json")
     said = found(target, "-md", draft, *DRAWN, "--verification", "rejection", "--record", path)
     [cell] = said["cells"]
-    assert (cell["compared"], cell["texts"], len(cell["tests"])) == ("distributions", 200, 3)
-    assert all(one["outcome"]["smallest"] < 0.3 and not one["failed"] for one in cell["tests"])
+    assert (cell["compared"], cell["texts"], len(cell["tests"])) == ("distributions", 120, 3)
+    assert all(one["outcome"]["smallest"] < 0.4 and not one["failed"] for one in cell["tests"])
     again = found("--replay", path)
     assert again["verdict"] == "proven as far as tested"
     assert [(one["run"], one["texts"], one["partings"]) for one in again["replayed"]] == [
-        ("plain", 0, []), ("speculative", 200, []),
+        ("plain", 0, []), ("speculative", 120, []),
     ]  # fmt: skip
 
 

@@ -98,22 +98,23 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_what_logits_that_differ_a_little_take_is_a_near_tie(rules: dict[str, Any]) -> None:
-    """Each logit moves by up to an eighth, so any two by up to a quarter."""
+    """Each logit moves by up to a quarter, so any two by up to a half."""
     noise, flips, clear = torch.Generator().manual_seed(1), 0, 0
-    for seed in range(90):
-        params = SamplingParams(temperature=0.0 if seed % 3 == 0 else 0.8, seed=seed, **rules)
+    for seed in range(120):
+        params = SamplingParams(temperature=0.0 if seed % 4 == 0 else 0.8, seed=seed, **rules)
         logits = torch.randn(60, generator=noise) * 2
-        one, other = (drawn(logits + torch.rand(60, generator=noise) / 4 - 0.125, params) for _ in range(2))
-        gap = gap_of(logits, PREFIX, (one, other), params, 0.25, 4).reach
+        one, other = (drawn(logits + torch.rand(60, generator=noise) / 2 - 0.25, params) for _ in range(2))
+        gap = gap_of(logits, PREFIX, (one, other), params, 0.5, 4).reach
         assert gap is not None
-        assert gap < 0.25
-        assert params.greedy or allowed(logits, PREFIX, params, 0.25, 4)[one]
+        assert gap < 0.5
+        assert params.greedy or allowed(logits, PREFIX, params, 0.5, 4)[one]
         flips += one != other
-        wrong = (one + 1 + seed % 59) % 60
-        far = gap_of(logits, PREFIX, (one, wrong), params, 0.25, 4).reach
-        clear += far is None or far >= 0.25
-    assert flips
-    assert clear > 65
+        if seed < 60:
+            wrong = (one + 1 + seed % 59) % 60
+            far = gap_of(logits, PREFIX, (one, wrong), params, 0.5, 4).reach
+            clear += far is None or far >= 0.5
+    assert flips > 2
+    assert clear > 45
 
 
 def test_a_token_far_outside_the_nucleus_has_no_gap() -> None:
