@@ -35,6 +35,8 @@ speculation, and `--compare` shows it.
 
     outrider serve
 
+    outrider verify   # is the text the same with guesses and without?
+
 **Where guesses come from:** without a draft, from text that repeats (method ngram; it rests by itself while that does
 not pay); with -md, from a small model with the same vocabulary. `outrider COMMAND --help` tells more.
 """

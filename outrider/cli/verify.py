@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path  # Typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer import Argument, Option
@@ -144,8 +144,22 @@ def _replayed(check: VerifyOptions, model: ModelOptions) -> int:
         raise ConfigError("--replay checks a record and --record writes one; give one of them")
     record = read_record(check.replay)
     named = {"model": model.model, "speculative_model": model.speculative_model}
-    load = record.load | {name: value for name, value in named.items() if value is not None}
+    load = _checked(record.load) | {name: value for name, value in named.items() if value is not None}
     return _Job(check, load, record.machine.threads).replay(record)
+
+
+def _checked(load: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a record's arguments that no option could have given."""
+    kinds: dict[str, Any] = get_type_hints(ModelOptions) | {
+        "speculative_config": dict | None,
+        "kv_cache_bytes": int | None,
+    }
+    for name, value in load.items():
+        if name == "threads" or name not in kinds:
+            raise ConfigError(f"the record's settings hold {name!r}, which no option sets; make a new record")
+        if not isinstance(value, kinds[name]) or (isinstance(value, bool) and kinds[name] is not bool):
+            raise ConfigError(f"the record has {value!r:.60} for {name}, which cannot be; make a new record")
+    return load
 
 
 class _Job:
