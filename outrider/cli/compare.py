@@ -11,6 +11,7 @@ import torch
 
 from outrider.config import Verification
 from outrider.errors import ConfigError
+from outrider.proof.texts import first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,13 +163,9 @@ def _differences(llm: LLM, plain: Run, speculative: Run, params: list[SamplingPa
     found = []
     for number, (one, other) in enumerate(zip(plain.outputs, speculative.outputs, strict=True)):
         for sample, (ours, theirs) in enumerate(zip(one.outputs, other.outputs, strict=True)):
-            if ours.token_ids == theirs.token_ids:
-                continue
-            place = next(
-                (i for i, (a, b) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=False)) if a != b), None
-            )
+            place = first_difference(ours.token_ids, theirs.token_ids)
             if place is None:
-                place = min(len(ours.token_ids), len(theirs.token_ids))
+                continue
             pair = [ids[place] if place < len(ids) else None for ids in (ours.token_ids, theirs.token_ids)]
             before = (*one.prompt_token_ids, *ours.token_ids[:place])
             gap = _gap(llm, before, pair, params[number]) if params else None

@@ -261,6 +261,8 @@ class _Job:
             )
         if wanted is None:
             return [one[-room:] for one in built_in(llm, count or PROMPTS)]
+        if llm.tokenizer is None:
+            raise ConfigError(f"{llm.loaded.name} has no tokenizer for --prompts; leave it out for built-in token ids")
         made = [one.prepared(llm, chat=None, system=None) for one in wanted[:count]]
         ids = [llm.tokenizer(one).input_ids if isinstance(one, str) else one for one in made]
         for place, one in enumerate(ids, 1):

@@ -128,11 +128,11 @@ class _Sums:
             if len(text.tokens) > position:
                 prefix = (*text.prompt, *text.tokens[:position])
                 self.following.setdefault(prefix, Counter())[text.tokens[position]] += 1
-        self.draws = sum(counts.total() for counts in self.following.values())
         self.statistic = self.rounding = 0.0
-        self.freedom = self.cells = 0
+        self.draws = self.freedom = self.cells = 0
         self._own: dict[tuple[int, ...], bool] = {}  # beginnings seen by now, and whether they have cells of their own
         self._suspects: list[_Draw] = []
+        self._classed = 0  # draws that are sorted by rank
         size = len(CLASSES) + 1
         self._surplus = torch.zeros(size, dtype=torch.float64)  # observed less expected
         self._shift = torch.zeros(size, dtype=torch.float64)  # what rounding adds to the expected
@@ -146,6 +146,7 @@ class _Sums:
             self._own[draw.prefix] = self._add_beginning(self.following[draw.prefix], probs, rough)
         if self._own[draw.prefix]:
             return
+        self._classed += draw.count
         ordered, ids = probs.sort(descending=True)
         chances = _classes(ordered)
         rank = int((ids == draw.token).nonzero())
@@ -170,6 +171,7 @@ class _Sums:
         self.statistic += float(((observed - expected) ** 2 / expected).sum())
         self.rounding += float(((moved - expected) ** 2 / expected).sum())
         self.freedom += size - 1
+        self.draws += draws
         self.cells += size
         return True
 
@@ -191,6 +193,7 @@ class _Sums:
             self.statistic += float((along**2 / variances[kept]).sum())
             self.rounding += float((shifted**2 / variances[kept]).sum())
             self.freedom += int(kept.sum())
+            self.draws += self._classed
             self.cells += int(kept.sum()) + 1
         outcome = None
         if self.freedom:

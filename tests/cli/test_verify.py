@@ -93,6 +93,15 @@ def test_lookup_and_prompts_of_ones_own(pair: tuple[str, str], tmp_path: Path) -
     assert all(cell["drafted"] and not cell["partings"] for cell in said["cells"])
 
 
+def test_a_model_without_a_tokenizer_gets_ids(tmp_path: Path) -> None:
+    folder = str(save(tiny_target(), None, tmp_path / "target"))
+    said = found(folder, *SMALL, "--temperature", "0", "--method", "early_exit", "--exit-layer", "1")
+    assert said["cells"][0]["texts"] == 3
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("one two three")
+    assert "has no tokenizer for --prompts" in refusal(folder, "--prompts", str(prompt))
+
+
 def test_a_wrong_guess_that_passes_is_a_defect(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_module, "verify_coupled", accepts_the_first_guess)
     target, draft = pair

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -187,6 +188,15 @@ def test_nothing_is_run_again_unless_asked(llm: LLM) -> None:
     with local(llm) as server:
         server.post(PATH, TEXT)
         assert not any(counted(server).values())
+
+
+def test_a_share_is_chosen_by_name() -> None:
+    texts: list[Any] = [SimpleNamespace(request=SimpleNamespace(id=f"{n}-ab"), index=n % 2) for n in range(800)]
+    chosen = [recheck_module._chosen(one, 0.25) for one in texts]
+    assert 150 < sum(chosen) < 250
+    assert chosen == [recheck_module._chosen(one, 0.25) for one in texts]
+    assert all(recheck_module._chosen(one, 1.0) for one in texts)
+    assert not any(recheck_module._chosen(one, 0.0) for one in texts)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5])
