@@ -166,12 +166,10 @@ class _Job:
     """One run of the command."""
 
     def __init__(self, check: VerifyOptions, load: dict[str, Any], threads: int | None) -> None:
-        from outrider.proof.prove import check_provable
+        from outrider.proof.prove import check_provable, verification_of
 
         self._check, self._load, self._threads = check, load, threads
-        config = load.get("speculative_config") or {}
-        verification = config.get("verification", load.get("verification"))
-        check_provable(str(verification), load.get("quantization"), exact=bool(load.get("exact")))
+        check_provable(verification_of(load), load.get("quantization"), exact=bool(load.get("exact")))
 
     def prove(self) -> int:
         """Prove, tell, and keep a record if one is wanted; give the number of defects."""

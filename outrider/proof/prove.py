@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
 
-__all__ = ["Cell", "Plan", "Proof", "Target", "check_provable", "generated", "judged_parting", "proved"]
+__all__ = [
+    "Cell",
+    "Plan",
+    "Proof",
+    "Target",
+    "check_provable",
+    "draws",
+    "generated",
+    "judged_parting",
+    "proved",
+    "verification_of",
+]
 
 BEYOND = 2  # tokens after the first round's guesses whose distribution is tested
 
@@ -131,6 +142,18 @@ class Proof:
         return sum(cell.defects for cell in self.cells)
 
 
+def verification_of(load: dict[str, Any]) -> str:
+    """Say how guesses are judged by an `LLM` of these arguments."""
+    config = load.get("speculative_config")
+    given = config.get("verification") if isinstance(config, dict) else None
+    return str(given or load.get("verification") or Verification.COUPLED)
+
+
+def draws(verification: str, setting: dict[str, Any]) -> bool:
+    """Whether texts of a setting are the target's in distribution alone."""
+    return setting.get("temperature", 1.0) > 0 and verification in (Verification.REJECTION, Verification.BLOCK)
+
+
 def check_provable(verification: str, quantization: str | None, *, exact: bool) -> None:
     """Refuse what cannot be proved, before anything is loaded.
 
@@ -141,8 +164,7 @@ def check_provable(verification: str, quantization: str | None, *, exact: bool) 
         raise ConfigError(
             "typical verification is lossy by design: there is nothing to prove; use coupled, rejection or block"
         )
-    draws = verification in (Verification.REJECTION, Verification.BLOCK)
-    if quantization is not None and (not exact or draws):
+    if quantization is not None and (not exact or draws(verification, {})):
         raise ConfigError(
             f"with quantization {quantization!r} no reference in fp32 has the target's weights, so near-ties cannot be "
             "told from defects: add --exact (with coupled verification), or leave the quantization out"
@@ -159,10 +181,10 @@ def generated(llm: LLM, prompts: list[list[int]], plan: Plan, *, progress: bool 
         raise ConfigError(
             "there is nothing to verify without guesses: name a draft or a method, and 1 speculative token or more"
         )
-    draws = llm.engine.speculation.verification.draws_guesses
+    verification = llm.engine.speculation.verification
     return [
         _drawn(llm, prompts, plan, setting, progress)
-        if draws and plan.params(setting, 0).temperature > 0
+        if draws(verification, setting)
         else _both_ways(llm, prompts, plan, setting, progress)
         for setting in plan.settings
     ]

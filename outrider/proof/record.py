@@ -20,7 +20,7 @@ import torch
 
 from outrider import __version__
 from outrider.errors import ConfigError, InvalidRequestError
-from outrider.proof.prove import Cell, Plan
+from outrider.proof.prove import Cell, Plan, draws, verification_of
 from outrider.proof.texts import Text
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ SETTINGS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 LARGEST_ID = 1 << 31
+COMPARED = ("tokens", "distributions")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def summary(proof: Proof) -> dict[str, Any]:
 def _findings(cell: Cell) -> dict[str, Any]:
     return {
         "setting": cell.setting,
-        "compared": "distributions" if cell.by_distribution else "tokens",
+        "compared": COMPARED[cell.by_distribution],
         "texts": len(cell.speculative),
         "drafted": cell.drafted,
         "accepted": cell.accepted,
@@ -299,7 +300,10 @@ def _cells(found: _Reader, plan: Plan, prompts: list[list[int]]) -> list[Cell]:
     cells = []
     for place, setting in enumerate(plan.settings):
         both = _Reader(f"{found.where}: texts[{place}]", texts[place])
-        by_distribution = _Reader(f"{found.where}: cells[{place}]", told[place]).get("compared", str) != "tokens"
+        by_distribution = draws(verification_of(found.inside("load").value), setting)
+        claimed = _Reader(f"{found.where}: cells[{place}]", told[place])
+        if claimed.get("compared", str) != COMPARED[by_distribution]:
+            raise claimed.wrong("compared", f"must be {COMPARED[by_distribution]!r} by the record's own settings")
         plain, speculative = (_texts(both, name, prompts) for name in ("plain", "speculative"))
         wanted = (0, plan.samples) if by_distribution else (len(prompts), len(prompts))
         if (len(plain), len(speculative)) != wanted:

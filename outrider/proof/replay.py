@@ -67,16 +67,11 @@ def recalled(record: Record, proof: Proof, target: Target, *, same_machine: bool
     On the machine and with the versions of the record, where nothing is granted to rounding, any difference is a
     defect. Elsewhere rounding is granted what was measured. Texts whose distribution alone is promised are compared
     too, but only in the first case is another one a defect.
-
-    Raises:
-        ConfigError: The record contradicts itself.
     """
     strict = same_machine and target.strict
     near = LEAST_NEAR if proof.near is None else proof.near
     found, referee = [], None
     for before, now in zip(record.cells, proof.cells, strict=True):
-        if before.by_distribution is not now.by_distribution:
-            raise ConfigError(f"the record's texts at {now.setting} are not of its verification; make a new record")
         for run in ("plain", "speculative"):
             partings = _partings(before, now, run) if strict or not now.by_distribution else []
             by_scores = not (now.by_distribution or target.quantized)
