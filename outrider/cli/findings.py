@@ -87,7 +87,7 @@ def _token_table(cells: list[Cell]) -> Table:
 
 
 def _law_table(cells: list[Cell]) -> Table:
-    table = _table(("setting", "position", "draws", "cells", "p-value", "would find", "verdict"))
+    table = _table(("setting", "position", "draws", "cells", "p-value", "would find", "law"))
     for cell in cells:
         for one in cell.tests:
             table.add_row(_setting(cell.setting), *_test(one))
@@ -118,7 +118,7 @@ def _test(one: Any) -> tuple[str, ...]:
     else:
         outcome = one.outcome
         told = (f"{outcome.p_value:.3g}", f"TV {outcome.smallest:.3f}")
-    verdict = "defect" if one.failed else "not tested" if one.outcome is None else "as the target's"
+    verdict = "another: defect" if one.failed else "not tested" if one.outcome is None else "the target's"
     if one.impossible:
         verdict += f" ({one.impossible} impossible)"
     return (str(one.position), str(one.draws), str(one.cells), *told, verdict)
@@ -150,10 +150,8 @@ def closing(proof: Proof, target: Target, recalls: Sequence[Recall] | None) -> s
     ties = sum(len(cell.partings) for cell in proof.cells)
     parts = []
     if texts:
-        parts.append(
-            f"{texts} texts, {ties} near-ties, no defect (with 95 % confidence, of texts like these fewer than "
-            f"{min(1.0, 3 / texts):.2%} have one)"
-        )
+        reach = f" (with 95 % confidence, of texts like these fewer than {3 / texts:.2%} have one)" if texts > 3 else ""
+        parts.append(f"{texts} texts, {ties} near-ties, no defect{reach}")
     drawn = sum(len(cell.speculative) for cell in proof.cells if cell.by_distribution)
     if drawn:
         parts.append(f"{drawn} texts follow the target's distribution, as far as the table says")

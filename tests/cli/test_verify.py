@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider import LLM
+from outrider import LLM, ConfigError
 from outrider.cli import app
 from outrider.engine import round as round_module
-from outrider.proof.record import _digest
+from outrider.proof.record import _digest, read_record
 from outrider.sampling import choose as choose_module
 from outrider.verify import rejection as rejection_module
 from tests.proof.defects import accepts_the_first_guess, accepts_whatever_comes, residual_backwards
 from tests.tiny import byte_tokenizer, save, tiny_draft, tiny_target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from click.testing import Result
 
@@ -319,6 +321,36 @@ def test_damaged_records_are_refused_by_name(
     record: Path, change: Callable[[dict[str, Any]], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert words in refusal("--replay", changed(record, change))
+
+
+def test_whatever_is_changed_in_a_record_is_read_or_refused(record: Path) -> None:
+    """Never another error: 300 copies with one value each replaced or taken away."""
+    values: list[Any] = [None, True, 0, -1, 2**70, 1.5, "", "x", [], {}, [[]], [{}], {"a": 1}, [1, "2"]]
+    content, luck, refused = json.loads(record.read_text()), random.Random(7), 0
+    places = [place for place in paths_in(content) if place]
+    for _ in range(300):
+        *way, last = luck.choice(places)
+
+        def change(copied: dict[str, Any], way: list[Any] = way, last: Any = last) -> None:
+            place = functools.reduce(lambda inside, key: inside[key], way, copied)
+            if isinstance(place, dict) and luck.random() < 0.2:
+                del place[last]
+            else:
+                place[last] = luck.choice(values)
+
+        try:
+            read_record(Path(changed(record, change)))
+        except ConfigError:
+            refused += 1
+    assert refused > 100
+
+
+def paths_in(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a record; of a list the first three."""
+    yield before
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    for key, one in inside:
+        yield from paths_in(one, (*before, key))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '{"format": 1}', "\ufeff{}"])
