@@ -18,6 +18,7 @@ __all__ = [
     "Method",
     "SpeculationConfig",
     "Verification",
+    "methods_of",
 ]
 
 MAX_DRAFT_TOKENS = 64
@@ -76,8 +77,12 @@ def _one_of(name: str, value: str, kind: type[StrEnum]) -> Any:
         raise ConfigError(f"{name} must be one of {allowed}, got {value!r}") from None
 
 
-def _methods(value: str) -> tuple[Method, ...]:
-    """Read a method, or several joined by "+", from cheap to dear as they are named."""
+def methods_of(value: str) -> tuple[Method, ...]:
+    """Read a method, or several joined by "+", from cheap to dear as they are named.
+
+    Raises:
+        ConfigError: There is no such method, or such a mixture.
+    """
     names = [METHOD_ALIASES.get(name, name) for name in str(value).split("+")]
     methods = tuple(dict.fromkeys(_one_of("method", name, Method) for name in names))
     if len(methods) > 1 and Method.NONE in methods:
@@ -137,7 +142,7 @@ class SpeculationConfig:
     @property
     def methods(self) -> tuple[Method, ...]:
         """The methods that `method` names, in order."""
-        return _methods(self.method)
+        return methods_of(self.method)
 
     @property
     def drafts_with_model(self) -> bool:
@@ -145,7 +150,7 @@ class SpeculationConfig:
         return Method.DRAFT_MODEL in self.methods
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", "+".join(_methods(self.method)))
+        object.__setattr__(self, "method", "+".join(methods_of(self.method)))
         object.__setattr__(self, "verification", _one_of("verification", self.verification, Verification))
         _whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFT_TOKENS)
         _whole("prompt_lookup_max", self.prompt_lookup_max, 1, 64)

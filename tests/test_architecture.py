@@ -19,7 +19,7 @@ LAYERS = (
     ("model", "kernels", "verify"),
     ("draft",),
     ("engine",),
-    ("llm", "setup", "wrapping", "progress", "drafters", "draft_models", "samples"),
+    ("llm", "setup", "wrapping", "progress", "drafters", "draft_models", "samples", "prompts"),
     ("bench", "proof", "server"),
     ("cli",),
 )

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.peers.contestant import Entry, Prompt, Setting
 from benchmarks.summary import Run
+from outrider.model.stock import Clock
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,22 +35,6 @@ def stock_model(folder: Path) -> Any:
     return _models[str(folder)]
 
 
-class _Clock:
-    """A streamer that notes when tokens came, and how many at a time."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take what a step gave; the very first call brings the prompt."""
-        self.times.append(time.perf_counter())
-        self.counts.append(value.numel())
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-
 class Stock:
     """`model.generate`, greedy, one prompt at a time."""
 
@@ -62,7 +47,7 @@ class Stock:
         """Generate, with a streamer as the clock."""
         extra = {} if self.lookup is None else {"prompt_lookup_num_tokens": self.lookup}
         ids = torch.tensor([prompt.token_ids])
-        clock = _Clock()
+        clock = Clock()
         began = time.perf_counter()
         output = self.model.generate(
             input_ids=ids,

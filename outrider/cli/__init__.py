@@ -9,6 +9,7 @@ import typer
 
 from outrider import __version__
 from outrider.cli import chat, generate
+from outrider.cli.bench import BENCH_EXAMPLES, BENCH_HELP, BENCH_WITHOUT, bench
 from outrider.cli.groups import from_groups
 from outrider.cli.pair import PAIR_EXAMPLES, PAIR_HELP, pair
 from outrider.cli.serve import SERVE_EXAMPLES, SERVE_HELP, serve
@@ -106,6 +107,7 @@ app.command("generate", cls=LlamaSpellings, help=GENERATE_HELP, epilog=GENERATE_
 app.command("chat", cls=LlamaSpellings, help=CHAT_HELP)(from_groups(chat.chat))
 app.command("serve", cls=LlamaSpellings, help=SERVE_HELP, epilog=SERVE_EXAMPLES)(from_groups(serve))
 app.command("verify", cls=LlamaSpellings, help=VERIFY_HELP, epilog=VERIFY_EXAMPLES)(from_groups(verify))
+app.command("bench", cls=LlamaSpellings, help=BENCH_HELP, epilog=BENCH_EXAMPLES)(from_groups(bench, BENCH_WITHOUT))
 app.command("pair", help=PAIR_HELP, epilog=PAIR_EXAMPLES)(pair)
 
 

@@ -7,11 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from outrider.config import Verification
+from outrider.bench.differences import Difference, differences, is_steady, promises_tokens, token_name
 from outrider.errors import ConfigError
-from outrider.proof.texts import first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.outputs import RequestOutput, SpeculationStats
     from outrider.sampling.params import SamplingParams
 
-__all__ = ["Comparison", "Difference", "Run", "compare", "require_guesses", "verdict"]
+__all__ = ["Comparison", "Run", "compare", "require_guesses", "verdict"]
 
 WARM_UP_TOKENS = 16
 
@@ -61,18 +58,6 @@ class Run:
     def tokens_per_second(self) -> float:
         """From the prompt's arrival to the last text's end, reading the prompts included."""
         return self.tokens / self.seconds
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a text first differs: its prompt and sample, the token's place, both tokens (None: the text had ended)."""
-
-    prompt: int
-    sample: int
-    token: int
-    plain: int | None
-    speculative: int | None
-    gap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +121,9 @@ def compare(llm: LLM, prompts: list[Any], params: list[SamplingParams], repeat: 
         for speculates in (False, True) if turn % 2 == 0 else (True, False):
             taken[speculates].append(_run(llm, prompts, params if speculates else plainly))
     plain, speculative = _median(taken[False]), _median(taken[True])
-    verification = llm.engine.speculation.verification
-    greedy = all(one.greedy for one in params)
-    comparable = verification is Verification.COUPLED or (greedy and verification.draws_guesses)
-    steady = llm.engine.config.exact or llm.loaded.dtype is torch.float32
-    differences = tuple(_differences(llm, plain, speculative, params if comparable else []))
-    return Comparison(plain, speculative, differences, comparable, comparable and steady)
+    comparable = promises_tokens(llm, greedy=all(one.greedy for one in params))
+    found = tuple(differences(llm, plain.outputs, speculative.outputs, params if comparable else []))
+    return Comparison(plain, speculative, found, comparable, comparable and is_steady(llm))
 
 
 def _short(params: SamplingParams) -> SamplingParams:
@@ -159,38 +141,12 @@ def _median(runs: Sequence[Run]) -> Run:
     return Run(runs[0].outputs, statistics.median(one.seconds for one in runs))
 
 
-def _differences(llm: LLM, plain: Run, speculative: Run, params: list[SamplingParams]) -> list[Difference]:
-    found = []
-    for number, (one, other) in enumerate(zip(plain.outputs, speculative.outputs, strict=True)):
-        for sample, (ours, theirs) in enumerate(zip(one.outputs, other.outputs, strict=True)):
-            place = first_difference(ours.token_ids, theirs.token_ids)
-            if place is None:
-                continue
-            pair = [ids[place] if place < len(ids) else None for ids in (ours.token_ids, theirs.token_ids)]
-            before = (*one.prompt_token_ids, *ours.token_ids[:place])
-            gap = _gap(llm, before, pair, params[number]) if params else None
-            found.append(Difference(number, sample, place, pair[0], pair[1], gap))
-    return found
-
-
-def _gap(llm: LLM, before: tuple[int, ...], pair: list[int | None], params: SamplingParams) -> float | None:
-    """Ask the target how far apart the two tokens are, in log-probability; None where rules decided, or chance."""
-    ruled = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty or params.logit_bias
-    if not params.greedy or ruled or len(before) >= llm.max_model_len:
-        return None
-    asked = params.but(n=1, max_tokens=1, min_tokens=0, stop=(), logprobs=10, prompt_logprobs=None, speculation="off")
-    report = llm.generate(list(before), asked)[0].outputs[0].logprobs
-    top = report[0].top if report else {}
-    one, other = (top.get(token) if token is not None else None for token in pair)
-    return None if one is None or other is None else abs(one - other)
-
-
 def verdict(comparison: Comparison, llm: LLM) -> str:
     """Say whether the tokens are equal; where not, where it began, why it may be, and what helps."""
     if comparison.equal:
         return f"equal: all {comparison.plain.tokens} tokens are the same"
     first = comparison.differences[0]
-    words = [_named(llm, token) for token in (first.plain, first.speculative)]
+    words = [token_name(llm, token) for token in (first.plain, first.speculative)]
     where = (
         f"{len(comparison.differences)} of {len(comparison.plain.stats)} texts differ; the first (prompt "
         f"{first.prompt + 1}) at token {first.token}: plain {words[0]}, speculative {words[1]}"
@@ -207,9 +163,3 @@ def verdict(comparison: Comparison, llm: LLM) -> str:
         f"not equal: {where}. In {dtype} a pass over several tokens rounds differently from a pass over one, so where "
         "two tokens are nearly as likely either may win. Use --exact (or --dtype float32) for equal tokens."
     )
-
-
-def _named(llm: LLM, token: int | None) -> str:
-    if token is None:
-        return "the end"
-    return f"{llm.tokenizer.decode([token])!r}" if llm.tokenizer is not None else f"id {token}"

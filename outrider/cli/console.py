@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["byte_bar", "reported", "say", "working"]
+__all__ = ["byte_bar", "reported", "say", "turns", "working"]
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -100,3 +100,27 @@ def byte_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] |
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def turns(total: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
+    """Show what is being done and how many turns are left: a bar on a terminal, else a line where an engine changes."""
+    if quiet:
+        yield lambda _what, _done: None
+    elif not sys.stderr.isatty():
+        yield lambda what, done: None if done else say(what)
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=total)
+            ending = 0
+
+            def tell(what: str, done: int) -> None:
+                nonlocal ending
+                bar.update(task, description=what, advance=ending)
+                ending = done  # a turn is done when the next one begins
+
+            yield tell

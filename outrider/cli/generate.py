@@ -17,7 +17,7 @@ from outrider import __version__
 from outrider.cli.console import FAILED, reported, say, working
 from outrider.cli.grammar import GrammarOptions
 from outrider.cli.options import STOPPING, ModelOptions, SamplingOptions
-from outrider.cli.prompts import Prompt, read_prompts
+from outrider.cli.prompts import read_prompts
 from outrider.cli.show import (
     Painter,
     comparison_table,
@@ -27,6 +27,7 @@ from outrider.cli.show import (
     wants_colour,
 )
 from outrider.errors import InvalidRequestError
+from outrider.prompts import Prompt
 
 if TYPE_CHECKING:
     from outrider.cli.compare import Comparison, Run

@@ -10,18 +10,24 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
+    from dataclasses import Field
 
 __all__ = ["from_groups"]
 
 
-def from_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn a function of option groups (dataclasses) into a function of their fields, which Typer can read."""
+def from_groups(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
+    """Turn a function of option groups (dataclasses) into a function of their fields, which Typer can read.
+
+    Args:
+        command: Takes one argument a group.
+        without: Fields that are no options of this command; they keep their defaults.
+    """
     groups: dict[str, Any] = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
     parameters: list[inspect.Parameter] = []
     for kind in groups.values():
         hints = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):
+        for field in _offered(kind, without):
             default = field.default if field.default_factory is not list else []
             parameters.append(
                 inspect.Parameter(
@@ -31,7 +37,8 @@ def from_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     def flat(**given: Any) -> None:
         made = {
-            name: kind(**{field.name: given[field.name] for field in fields(kind)}) for name, kind in groups.items()
+            name: kind(**{field.name: given[field.name] for field in _offered(kind, without)})
+            for name, kind in groups.items()
         }
         command(**made)
 
@@ -39,3 +46,7 @@ def from_groups(command: Callable[..., None]) -> Callable[..., None]:
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
+
+
+def _offered(kind: Any, without: Collection[str]) -> list[Field[Any]]:
+    return [field for field in fields(kind) if field.name not in without]

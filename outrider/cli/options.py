@@ -218,13 +218,17 @@ class ModelOptions:
     def load(self, **settings: Any) -> LLM:
         """Load target and draft; `settings` are what no option says."""
         arguments = self.arguments() | settings
-        import torch
-
         from outrider.llm import LLM
+
+        self.use_threads()
+        return LLM(**arguments)
+
+    def use_threads(self) -> None:
+        """Let torch use as many threads as were asked for."""
+        import torch
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return LLM(**arguments)
 
     def _config(self) -> dict[str, Any] | None:
         if self.speculative_config is None:

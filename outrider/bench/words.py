@@ -1,0 +1,53 @@
+"""Figures as people read them, in the terminal and on the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["amount", "conditions", "memory_words", "milliseconds", "share", "times", "times_range"]
+
+
+def conditions(temperature: float, concurrency: int) -> str:
+    """Say what the rows of a table share."""
+    drawn = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    return f"{concurrency} at a time, {drawn}" if concurrency > 1 else f"one at a time, {drawn}"
+
+
+def times(spread: dict[str, float] | None) -> str:
+    """Give a speedup's median."""
+    return "-" if spread is None else f"{spread['median']:.2f}x"
+
+
+def times_range(spread: dict[str, float] | None) -> str:
+    """Give a speedup's least and most."""
+    return "-" if spread is None else f"{spread['min']:.2f} to {spread['max']:.2f}"
+
+
+def share(value: float | None) -> str:
+    """Give a rate in per cent."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Give a time, from ten seconds on in seconds."""
+    if seconds is None:
+        return "-"
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+
+
+def amount(count: int | None) -> str:
+    """Give a number of bytes."""
+    if count is None:
+        return "not known"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def memory_words(told: dict[str, Any]) -> str:
+    """Say what an engine holds."""
+    parts = [f"weights {amount(told['weights'])}"]
+    parts += [f"draft {amount(told['draft_weights'])}"] if told["draft_weights"] else []
+    parts.append(f"cache {amount(told['kv_cache'])}")
+    parts += [f"peak {amount(told['peak'])}"] if told["peak"] else []
+    return ", ".join(parts)
