@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.config import EngineConfig, SpeculationConfig
+from outrider.config_file import config_keys, merged, read_config
 from outrider.draft_models import DraftSite, drafter_over
 from outrider.drafters import make_drafter
 from outrider.engine.engine import Engine
@@ -20,6 +21,7 @@ from outrider.setup import check_exact, check_parallel, load_target, resolve_dev
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     import torch
 
@@ -156,6 +158,17 @@ class LLM:
             seed=config.seed,
             drafter_for=self._drafter_for,
         )
+
+    @classmethod
+    def from_config(cls, path: str | Path, **settings: Any) -> Self:
+        """Make one by a file such as `outrider tune` writes; `settings` are arguments that win over the file's.
+
+        Naming a method or a draft in `settings` sets all the file's drafting aside.
+
+        Raises:
+            ConfigError: The file cannot be read, or has an unknown key; and what the constructor raises.
+        """
+        return cls(**merged(read_config(path, config_keys(LLM.__init__)), settings))
 
     # --- what is asked of it
 

@@ -19,8 +19,9 @@ LAYERS = (
     ("model", "kernels", "verify"),
     ("draft",),
     ("engine",),
-    ("llm", "setup", "wrapping", "progress", "drafters", "draft_models", "samples", "prompts"),
+    ("llm", "setup", "wrapping", "progress", "drafters", "draft_models", "samples", "prompts", "config_file"),
     ("bench", "proof", "server"),
+    ("tune",),
     ("cli",),
 )
 RANKS = {room: rank for rank, layer in enumerate(LAYERS) for room in layer}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from outrider.cli.config_option import mention_config
 from outrider.cli.console import reported, say, working
 from outrider.cli.options import STOPPING, ModelOptions, SamplingOptions
 from outrider.cli.show import summary
@@ -48,6 +49,8 @@ def chat(options: ChatOptions, model: ModelOptions, sampling: SamplingOptions) -
     """Load the model, then answer line by line until the input ends."""
     with reported(show_traceback=options.traceback):
         params = sampling.params(options.max_tokens)
+        if not options.quiet:
+            mention_config(model.config)
         with working(f"loading {model.shown_model}", quiet=options.quiet):
             llm = model.load()
         with llm:

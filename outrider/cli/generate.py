@@ -14,6 +14,7 @@ import typer
 from typer import Argument, Option
 
 from outrider import __version__
+from outrider.cli.config_option import mention_config
 from outrider.cli.console import FAILED, reported, say, working
 from outrider.cli.grammar import GrammarOptions
 from outrider.cli.options import STOPPING, ModelOptions, SamplingOptions
@@ -123,6 +124,8 @@ def generate(
         if (output.logprobs, output.prompt_logprobs) != (None, None) and not output.as_json:
             raise InvalidRequestError("--logprobs and --prompt-logprobs are shown with --json only; add it")
         prompts = read_prompts(prompt.prompt, prompt.prompt_option, prompt.file)
+        if not output.quiet:
+            mention_config(model.config)
         with working(f"loading {model.shown_model}", quiet=output.quiet):
             # Where two ways are timed, each reads the prompts.
             llm = model.load(enable_prefix_caching=False) if output.compare else model.load()

@@ -6,14 +6,19 @@ Typer wants one parameter an option. A command here takes whole groups; `from_gr
 from __future__ import annotations
 
 import inspect
+from contextvars import ContextVar
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from dataclasses import Field
 
-__all__ = ["from_groups"]
+_context: ContextVar[Any] = ContextVar("context", default=None)
+
+__all__ = ["current_context", "from_groups"]
 
 
 def from_groups(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
@@ -24,7 +29,7 @@ def from_groups(command: Callable[..., None], without: Collection[str] = ()) -> 
         without: Fields that are no options of this command; they keep their defaults.
     """
     groups: dict[str, Any] = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
-    parameters: list[inspect.Parameter] = []
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for kind in groups.values():
         hints = get_type_hints(kind, include_extras=True)
         for field in _offered(kind, without):
@@ -35,7 +40,8 @@ def from_groups(command: Callable[..., None], without: Collection[str] = ()) -> 
                 )
             )
 
-    def flat(**given: Any) -> None:
+    def flat(ctx: typer.Context, **given: Any) -> None:
+        _context.set(ctx)
         made = {
             name: kind(**{field.name: given[field.name] for field in _offered(kind, without)})
             for name, kind in groups.items()
@@ -50,3 +56,8 @@ def from_groups(command: Callable[..., None], without: Collection[str] = ()) -> 
 
 def _offered(kind: Any, without: Collection[str]) -> list[Field[Any]]:
     return [field for field in fields(kind) if field.name not in without]
+
+
+def current_context() -> Any:
+    """Give the context of the command that runs; None outside of one."""
+    return _context.get()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path  # Typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from outrider.cli.config_option import file_settings, given_options
 from outrider.cli.values import byte_count, token_biases
 from outrider.config import SpeculationConfig
+from outrider.config_file import merged
 from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
 
@@ -193,6 +196,15 @@ class ModelOptions:
     gpu_memory_utilization: Annotated[
         float, Option(help="Share of the card's memory to use in all, above 0 to 1.", rich_help_panel=MODEL)
     ] = 0.9
+    config: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Settings in a file, as `outrider tune` writes; options given here win over it.",
+            show_default="none",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
     threads: Annotated[
         int | None, Option("--threads", min=1, help="CPU threads.", show_default="torch's", rich_help_panel=MODEL)
     ] = None
@@ -200,17 +212,23 @@ class ModelOptions:
     @property
     def shown_model(self) -> str:
         """The target's name, for people."""
-        return self.model or "the default model"
+        return self.model or file_settings(self.config).get("model") or "the default model"
 
     def arguments(self) -> dict[str, Any]:
         """Give the arguments for `LLM`. With no draft, method or config, lookup drafts: it rests where it fails."""
-        arguments = {name: value for name, value in vars(self).items() if name != "threads"}
+        arguments = {name: value for name, value in vars(self).items() if name not in ("threads", "config")}
+        if self.config is not None:
+            given = given_options(self)
+            arguments |= merged(
+                file_settings(self.config), {name: arguments[name] for name in arguments if name in given}
+            )
         arguments["speculative_config"] = config = self._config()
-        if self.kv_cache_bytes is not None:
-            arguments["kv_cache_bytes"] = byte_count(self.kv_cache_bytes)
-        if self.method is None and self.speculative_model is None and not {"method", "model"} & set(config or ()):
+        if isinstance(arguments["kv_cache_bytes"], str):
+            arguments["kv_cache_bytes"] = byte_count(arguments["kv_cache_bytes"])
+        named = arguments["method"] is not None or arguments["speculative_model"] is not None
+        if not named and not {"method", "model"} & set(config or ()):
             arguments["method"] = "ngram"
-        if self.num_speculative_tokens is None:
+        if arguments["num_speculative_tokens"] is None:
             lookup = (config or {}).get("method", arguments["method"]) in LOOKUP_METHODS
             arguments["num_speculative_tokens"] = LOOKUP_TOKENS if lookup else SpeculationConfig.num_speculative_tokens
         return arguments

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from outrider.cli.config_option import mention_config
 from outrider.cli.console import reported, say
 from outrider.cli.options import ModelOptions
 from outrider.errors import ConfigError
@@ -206,6 +207,7 @@ def serve(server: ServeOptions, model: ModelOptions) -> None:
             raise ConfigError(f"the model is given twice: {server.target!r} and --model {model.model!r}")
         model = replace(model, model=server.target or model.model)
         settings = server.settings(model.max_num_seqs)
+        mention_config(model.config)
         model.arguments()  # what is wrong with them is said before the port is taken
         from outrider.server.binding import bound
 
