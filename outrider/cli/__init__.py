@@ -14,6 +14,7 @@ from outrider.cli.groups import from_groups
 from outrider.cli.pair import PAIR_EXAMPLES, PAIR_HELP, pair
 from outrider.cli.serve import SERVE_EXAMPLES, SERVE_HELP, serve
 from outrider.cli.spellings import LlamaSpellings
+from outrider.cli.tune import TUNE_EXAMPLES, TUNE_HELP, TUNE_WITHOUT, tune
 from outrider.cli.verify import VERIFY_EXAMPLES, VERIFY_HELP, verify
 
 __all__ = ["app", "main"]
@@ -37,6 +38,10 @@ speculation, and `--compare` shows it.
     outrider serve
 
     outrider verify   # is the text the same with guesses and without?
+
+    outrider bench   # what do guesses gain here?
+
+    outrider tune --dataset my_prompts.jsonl   # which setting is best for these?
 
 **Where guesses come from:** without a draft, from text that repeats (method ngram; it rests by itself while that does
 not pay); with -md, from a small model with the same vocabulary. `outrider COMMAND --help` tells more.
@@ -108,6 +113,7 @@ app.command("chat", cls=LlamaSpellings, help=CHAT_HELP)(from_groups(chat.chat))
 app.command("serve", cls=LlamaSpellings, help=SERVE_HELP, epilog=SERVE_EXAMPLES)(from_groups(serve))
 app.command("verify", cls=LlamaSpellings, help=VERIFY_HELP, epilog=VERIFY_EXAMPLES)(from_groups(verify))
 app.command("bench", cls=LlamaSpellings, help=BENCH_HELP, epilog=BENCH_EXAMPLES)(from_groups(bench, BENCH_WITHOUT))
+app.command("tune", cls=LlamaSpellings, help=TUNE_HELP, epilog=TUNE_EXAMPLES)(from_groups(tune, TUNE_WITHOUT))
 app.command("pair", help=PAIR_HELP, epilog=PAIR_EXAMPLES)(pair)
 
 

@@ -41,12 +41,15 @@ def from_groups(command: Callable[..., None], without: Collection[str] = ()) -> 
             )
 
     def flat(ctx: typer.Context, **given: Any) -> None:
-        _context.set(ctx)
+        token = _context.set(ctx)
         made = {
             name: kind(**{field.name: given[field.name] for field in _offered(kind, without)})
             for name, kind in groups.items()
         }
-        command(**made)
+        try:
+            command(**made)
+        finally:
+            _context.reset(token)
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Calibration", "Candidate", "Variant", "candidates"]
 
-TREE_NODES = (8, 16)  # trees are drafted whole: their sizes are candidates of their own
-
 
 @dataclass(frozen=True)
 class Variant:
