@@ -26,7 +26,7 @@ svg { max-width: 100%; height: auto; } .scroll { overflow-x: auto; }
 """
 COLUMNS = (
     "tokens/s", "least to most", "speedup", "of turns", "accepted", "rejected", "tokens a round", "first token",
-    "a token", "p99", "wait", "p99", "whole text", "p99", "equal tokens",
+    "a token", "p99", "wait", "p99", "whole text", "p99", "time drafting", "equal tokens",
 )  # fmt: skip
 
 WAITS = ("per_token", "between_deliveries", "end_to_end")
@@ -116,6 +116,7 @@ def _row(cell: dict[str, Any]) -> str:
         "-" if cell["tokens_per_round"] is None else f"{cell['tokens_per_round']:.2f}",
         milliseconds(cell["first_token"]["p50"]),
         *(milliseconds(cell[name][at]) for name in WAITS for at in ("p50", "p99")),
+        "-" if cell["time"] is None or cell["plain"] else share(cell["time"]["draft"]),
         "-" if equality is None else f"{equality['equal']} of {equality['texts']}",
     ]  # fmt: skip
     told = [f"<td>{escape(value)}</td>" for value in values]

@@ -59,6 +59,7 @@ def _columns(*, wide: bool) -> Sequence[tuple[str, Callable[[dict[str, Any]], st
         *([("wait", lambda one: milliseconds(one["between_deliveries"]["p50"]))] if wide else []),
         *([("wait p99", lambda one: milliseconds(one["between_deliveries"]["p99"]))] if wide else []),
         *([("whole text", lambda one: milliseconds(one["end_to_end"]["p50"]))] if wide else []),
+        *([("drafting", lambda one: share((one["time"] or {}).get("draft")))] if wide else []),
         ("equal", lambda one: _equal(one["equality"])),
     ]
 

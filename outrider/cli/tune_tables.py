@@ -25,7 +25,8 @@ def show_search(search: Search, verdict: Verdict | None, console: Console) -> No
     for name, reason in state.failures.items():
         console.print(f"{name} failed: {reason}", style="red", markup=False)
     if not ranked:
-        console.print("nothing could be calibrated", style="red")
+        why = f" within {search.wish.minutes:g} minutes; give it a larger --budget" if search.spent else ""
+        console.print(f"nothing could be calibrated{why}", style="red")
         return
     for together in search.wish.concurrency:
         _table(search, together, console)
