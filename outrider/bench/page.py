@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.plots import acceptance_plot, latency_plot, speedup_plot
-from outrider.bench.words import amount, conditions, memory_words, milliseconds, share, times, times_range
+from outrider.bench.words import amount, conditions, memory_words, milliseconds, parting, share, times, times_range
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def page(report: dict[str, Any]) -> str:
             cells = [
                 one for one in report["cells"] if (one["temperature"], one["concurrency"]) == (temperature, concurrency)
             ]
-            body += _section(cells, conditions(temperature, concurrency))
+            body += _section(cells, conditions(temperature, concurrency), model.get("dtype"))
     body += ["<h2>Where it loses</h2>", _losses(report), "<h2>Memory</h2>", _memory(report)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -84,13 +84,15 @@ def _facts(report: dict[str, Any]) -> str:
     return f'<table>{"".join(lines)}</table>\n<p class="small">{how}</p>'
 
 
-def _section(cells: Sequence[dict[str, Any]], title: str) -> list[str]:
+def _section(cells: Sequence[dict[str, Any]], title: str, dtype: str | None) -> list[str]:
     plots = [
         ("Speedup by method and draft length", speedup_plot(cells)),
         ("Acceptance by position", acceptance_plot(cells)),
         ("Latency: share of texts, and of waits, that took no longer", latency_plot(cells)),
     ]
     found = [f"<h2>{escape(title[0].upper() + title[1:])}</h2>", f'<div class="scroll">{_table(cells)}</div>']
+    parted = [told for one in cells if (told := parting(one, dtype)) is not None]
+    found += [f'<p class="small">{escape(told)}</p>' for told in parted]
     for name, plot in plots:
         if plot is not None:
             found += [f"<h3>{escape(name)}</h3>", plot]

@@ -48,7 +48,9 @@ class Setting:
     def title(self) -> str:
         """Its name for people, without what all rows of a table share."""
         told = self.method if self.method == "none" else f"{self.method} {self.length}"
-        return told if self.engine != "transformers" else f"transformers {told}"
+        if self.engine != "transformers":
+            return told
+        return f"transformers {'plain' if self.plain else told}"
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["amount", "conditions", "memory_words", "milliseconds", "share", "times", "times_range"]
+__all__ = [
+    "amount",
+    "conditions",
+    "counted",
+    "memory_words",
+    "milliseconds",
+    "parting",
+    "share",
+    "times",
+    "times_range",
+]
 
 
 def conditions(temperature: float, concurrency: int) -> str:
     """Say what the rows of a table share."""
     drawn = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     return f"{concurrency} at a time, {drawn}" if concurrency > 1 else f"one at a time, {drawn}"
+
+
+def counted(count: int, thing: str) -> str:
+    """Give a number of things."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def parting(cell: dict[str, Any], dtype: str | None) -> str | None:
+    """Say where a setting's texts part from plain decoding's, and what that means; None where they do not."""
+    told = cell.get("equality")
+    if told is None or told["equal"] == told["texts"]:
+        return None
+    line = f"{cell['title']}: {told['texts'] - told['equal']} of {counted(told['texts'], 'text')} part from plain"
+    first = told.get("first")
+    if first is not None:
+        line += f"; the first (prompt {first['prompt'] + 1}) at token {first['token']}: plain {first['words'][0]}, "
+        line += f"speculative {first['words'][1]}"
+        if first["gap"] is not None:
+            line += f", log-probabilities {first['gap']:.4f} apart"
+    if told["guaranteed"]:
+        return f"NOT EQUAL: {line}. This must not happen in fp32 or with --exact; please report it."
+    if told["expected"]:
+        return f"{line}. In {dtype} near-ties may fall either way; --exact rules that out."
+    return f"{line}. Equal tokens are not promised here."
 
 
 def times(spread: dict[str, float] | None) -> str:

@@ -193,8 +193,9 @@ def bench(options: BenchOptions, model: ModelOptions) -> None:
 def _measure_local(options: BenchOptions, model: ModelOptions, questions: list[Question]) -> Measured:
     """Check all settings, then load one engine after another; Ctrl-C keeps what was measured."""
     _check_peers(options.peer)
-    plan = options.plan(_methods(options, model))
-    jobs = _jobs(model.arguments(), plan)
+    base = model.arguments()
+    plan = options.plan(_methods(options, model, base))
+    jobs = _jobs(base, plan)
     from outrider.bench.local import LocalBench
     from outrider.bench.report import prompt_facts, report_of
 
@@ -212,16 +213,18 @@ def _measure_local(options: BenchOptions, model: ModelOptions, questions: list[Q
     return report_of(run.outcome, run.settings, plan, run.facts, told), interrupted
 
 
-def _methods(options: BenchOptions, model: ModelOptions) -> list[str]:
-    """Give what to measure, plain decoding first; heads are known by their config."""
+def _methods(options: BenchOptions, model: ModelOptions, base: dict[str, Any]) -> list[str]:
+    """Give what to measure, plain decoding first: what was named, or lookup and what draft or config file imply."""
     if options.methods is not None:
         named = [one.strip() for one in options.methods.split(",") if one.strip()]
     else:
         named = [str(Method.NGRAM)]
-        if model.speculative_model is not None:
+        if model.config is not None and base["method"] is not None:
+            named.append(base["method"])
+        elif base["speculative_model"] is not None:
             from outrider.setup import implied_method
 
-            named.append(str(implied_method(model.speculative_model)))
+            named.append(str(implied_method(base["speculative_model"])))
     return list(dict.fromkeys([str(Method.NONE), *("+".join(methods_of(one)) for one in named)]))
 
 

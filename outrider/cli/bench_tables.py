@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.words import conditions, memory_words, milliseconds, share, times, times_range
+from outrider.bench.words import conditions, counted, memory_words, milliseconds, parting, share, times, times_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,8 +22,9 @@ def show_report(report: dict[str, Any], console: Console) -> None:
     plan, prompts = report["plan"], report["prompts"]
     kinds = f" in {len(prompts['kinds'])} kinds" if len(prompts["kinds"]) > 1 else ""
     console.print(
-        f"\n{_title(report)}: {prompts['count']} prompts{kinds}, up to {plan['max_tokens']} tokens each, "
-        f"{plan['repeats']} turns of each setting. Medians (least to most); speedup over plain decoding beside it.",
+        f"\n{_title(report)}: {counted(prompts['count'], 'prompt')}{kinds}, up to {plan['max_tokens']} tokens each, "
+        f"{counted(plan['repeats'], 'turn')} of each setting. Medians (least to most); speedup over plain decoding "
+        "beside it.",
         markup=False,
     )
     groups: dict[tuple[float, int], list[dict[str, Any]]] = {}
@@ -32,6 +33,9 @@ def show_report(report: dict[str, Any], console: Console) -> None:
     for (temperature, concurrency), cells in groups.items():
         console.print(f"\n{conditions(temperature, concurrency)}", style="bold", markup=False)
         _table(cells, console)
+        parted = [told for one in cells if (told := parting(one, report["model"].get("dtype"))) is not None]
+        for told in parted:
+            console.print(told, markup=False)
     _memory(report["memory"], console)
     _losses(report, console)
     for note in report["notes"]:

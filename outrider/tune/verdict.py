@@ -65,7 +65,9 @@ def verdict_of(search: Search) -> Verdict | None:
     chosen = min(near, key=lambda one: (one.length, -found[one.title]["promise"]))
     speedups = found[chosen.title]["auto"]
     slow = [together for together, told in speedups.items() if told["median"] < 1]
-    reason = f"{chosen.title} is {best:.2f} times as fast as plain decoding, over all concurrencies asked for"
+    over = ", over all concurrencies asked for" if len(speedups) > 1 else ""
+    gain = found[chosen.title]["promise"]
+    reason = f"{chosen.title} is {gain:.2f} times as fast as plain decoding{over}"
     if slow:
         reason += f", but slower at {' and '.join(slow)} at a time"
     return Verdict(chosen.variant, chosen.length, speedups, chosen.title, reason)

@@ -7,18 +7,20 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, ConfigError, InvalidRequestError
+from outrider.bench import local
 from outrider.bench.page import page
 from outrider.bench.plan import Plan, engine_arguments, rotated
 from outrider.bench.questions import conversations, read_questions, spread
 from outrider.bench.run import Outcome, measure_engine
 from outrider.bench.summary import losses, measured_cell, spread_of
 from outrider.bench.trials import Budget, Reply, Setting, Trial, measured
+from outrider.bench.words import parting
 from outrider.cli import app
 from outrider.prompts import Prompt
 from tests.scripted import ScriptedDrafter, engine_with
@@ -325,18 +327,25 @@ def test_without_matplotlib_the_page_is_refused_at_once(monkeypatch: pytest.Monk
 class Chunked(BaseHTTPRequestHandler):
     """Sends 16 tokens, `size` a chunk; tells usage or not."""
 
-    size, usage = 4, True
+    size, usage, ours = 4, True, False
+    asked: ClassVar[list[tuple[str | None, dict[str, Any]]]] = []
 
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "m", "owned_by": "somebody"}]}).encode(), "application/json")
+        owner = "outrider" if self.ours else "somebody"
+        self._send(json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode(), "application/json")
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append((self.headers["authorization"], body))
         events: list[dict[str, Any]] = [
             {"choices": [{"delta": {"content": "x " * self.size}}]} for _ in range(16 // self.size)
         ]
         if self.usage:
-            events.append({"choices": [], "usage": {"completion_tokens": 16}})
+            told: dict[str, Any] = {"completion_tokens": 16}
+            if self.ours:
+                told["outrider"] = {"rounds": 8, "drafted": 16, "accepted": 8, "drafted_per_position": [8, 8],
+                                    "accepted_per_position": [6, 2]}  # fmt: skip
+            events.append({"choices": [], "usage": told})
         data = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
         self._send(data.encode(), "text/event-stream")
 
@@ -376,6 +385,29 @@ def test_chunks_are_not_tokens(stranger: str, size: int, folder: Path, monkeypat
     assert cell["speedup"] is None
 
 
+def test_our_server_is_measured_off_and_auto(stranger: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("httpx")
+    monkeypatch.setattr(Chunked, "ours", True)
+    monkeypatch.setattr(Chunked, "asked", [])
+    monkeypatch.setenv("OPENAI_API_KEY", "a-key")
+    file = folder / "ours.json"
+    done = CliRunner().invoke(
+        app, ["bench", "--url", stranger, "--dataset", str(folder / "questions.jsonl"), "--repeats", "2",
+              "--concurrency", "3", "--json", str(file)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    plain, auto = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    assert (plain["length"], auto["length"]) == ("off", "auto")
+    assert auto["acceptance_by_position"] == [0.75, 0.25]
+    assert auto["tokens_per_round"] == 2
+    assert auto["speedup"]["min"] > 0
+    assert auto["equality"]["equal"] == 4
+    assert {key for key, _ in Chunked.asked} == {"Bearer a-key"}
+    assert {body["speculation"] for _, body in Chunked.asked} == {"off", "auto"}
+    turns = [body["messages"] for _, body in Chunked.asked if len(body["messages"]) == 3]
+    assert all(one[1] == {"role": "assistant", "content": "x " * 16} for one in turns)
+
+
 def test_tokens_are_counted_where_usage_is_missing(
     stranger: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +422,36 @@ def test_tokens_are_counted_where_usage_is_missing(
     assert counted.exit_code == 0, counted.output
     (cell,) = json.loads(file.read_text(encoding="utf-8"))["cells"]
     assert cell["tokens"] == 4 * len(byte_tokenizer()("x " * 16).input_ids)
+
+
+def test_where_texts_part_is_told() -> None:
+    first = {"prompt": 1, "token": 7, "words": ["' a'", "' the'"], "gap": 0.01}
+    cell = {"title": "ngram 3", "equality": {"texts": 3, "equal": 2, "expected": True, "guaranteed": False,
+                                             "first": first}}  # fmt: skip
+    told = parting(cell, "bfloat16")
+    assert told is not None
+    assert "1 of 3 texts part" in told
+    assert "(prompt 2) at token 7: plain ' a', speculative ' the', log-probabilities 0.0100 apart" in told
+    assert "bfloat16" in told
+    cell["equality"] = {**cell["equality"], "guaranteed": True}  # type: ignore[dict-item]
+    assert "NOT EQUAL" in (parting(cell, "float32") or "")
+    assert parting({"equality": {"texts": 3, "equal": 3}}, None) is None
+
+
+def test_ctrl_c_keeps_what_was_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = local.measure_engine, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        whole(*arguments)
+
+    monkeypatch.setattr(local, "measure_engine", interrupted)
+    told = run(folder, "--methods", "ngram", "--num-speculative-tokens", "2", "--num-prompts", "1", code=130)
+    assert "interrupted" in told.stdout
+    assert "plain" in told.stdout
 
 
 def test_a_slow_draft_is_shown_to_lose() -> None:
