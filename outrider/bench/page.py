@@ -6,7 +6,17 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.plots import acceptance_plot, latency_plot, speedup_plot
-from outrider.bench.words import amount, conditions, memory_words, milliseconds, parting, share, times, times_range
+from outrider.bench.words import (
+    amount,
+    conditions,
+    counted,
+    memory_words,
+    milliseconds,
+    parting,
+    share,
+    times,
+    times_range,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,10 +80,8 @@ def _facts(report: dict[str, Any]) -> str:
         ),
         ("prompts", f"{prompts['count']} from {prompts['source']}: {kinds}"),
         ("each text", f"up to {plan['max_tokens']} tokens, seed {plan['seed']} and up"),
-        (
-            "turns",
-            f"{plan['repeats']} of each setting, in an order that rotates, after {plan['warmup']} prompts to warm up",
-        ),
+        ("turns", f"{plan['repeats']} of each setting, in an order that rotates"),
+        ("warm-up", f"{counted(plan['warmup'], 'prompt')} a setting, not counted"),
     ]
     lines = [f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in rows if value]
     how = (

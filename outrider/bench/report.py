@@ -92,7 +92,7 @@ def report_of(
             }
             for one in losses(cells)
         ],
-        "notes": [*outcome.notes, *_unsteady(outcome, order), *_unequal(cells)],
+        "notes": [*outcome.notes, *_once(plan), *_unsteady(outcome, order), *_unequal(cells)],
     }
 
 
@@ -105,6 +105,13 @@ def prompt_facts(source: str, prompts: Sequence[tuple[str, Any]]) -> dict[str, A
         "kinds": dict(Counter(kind for kind, _ in prompts)),
         "tokens": {"least": min(lengths), "most": max(lengths)} if lengths else None,
     }
+
+
+def _once(plan: Plan) -> list[str]:
+    """Say what a single turn cannot tell."""
+    return ["with one turn of each setting, nothing here tells gain from noise; take --repeats 3 or more"] * (
+        plan.repeats == 1
+    )
 
 
 def _unsteady(outcome: Outcome, order: Sequence[Setting]) -> list[str]:

@@ -63,10 +63,10 @@ def share(value: float | None) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Give a time, from ten seconds on in seconds."""
+    """Give a time, from one second on in seconds."""
     if seconds is None:
         return "-"
-    if seconds >= 10:
+    if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
 
@@ -75,7 +75,9 @@ def amount(count: int | None) -> str:
     """Give a number of bytes."""
     if count is None:
         return "not known"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 2**20 else f"{count / 2**10:.0f} KiB"
 
 
 def memory_words(told: dict[str, Any]) -> str:

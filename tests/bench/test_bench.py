@@ -250,6 +250,7 @@ def test_all_settings_are_in_the_report(report: tuple[dict[str, Any], str]) -> N
     assert found["prompts"]["kinds"] == {"multi_turn_conversation": 2, "code": 1, "prompts": 1}
     assert found["memory"]["draft_model"]["draft_weights"] == found["memory"]["none"]["weights"] > 0
     assert "draft_model 2" in told
+    assert any("--repeats 3" in note for note in found["notes"])  # it ran with one turn
 
 
 def test_peers_stand_beside(report: tuple[dict[str, Any], str]) -> None:
