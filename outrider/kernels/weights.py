@@ -18,7 +18,7 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["GROUP", "StoredWeight", "WeightQuantization", "store"]
+__all__ = ["GROUP", "StoredWeight", "WeightQuantization", "quantised_bytes", "store"]
 
 WeightQuantization = Literal["fp8", "int8", "int4"]
 GROUP = 128
@@ -102,6 +102,13 @@ def store(weight: Tensor, quantization: WeightQuantization | None) -> StoredWeig
     stored = torch.cat([part[0] for part in parts])
     scales = torch.cat([part[1] for part in parts], dim=-1)
     return StoredWeight(stored, scales, quantization, weight.dtype, weight.shape[1])
+
+
+def quantised_bytes(out_features: int, in_features: int, kind: str, dtype: torch.dtype) -> int:
+    """Bytes of a weight [out, in] that `store` quantises; `dtype` is that of the activations."""
+    if kind != "int4":
+        return out_features * (in_features + 4)
+    return -(-in_features // GROUP) * out_features * (GROUP // 2 + dtype.itemsize)
 
 
 def _to_bytes(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,12 @@ from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "Checkpoint",
@@ -23,6 +26,7 @@ __all__ = [
     "default_model_source",
     "download",
     "first_line",
+    "headers_of",
     "hub_files",
     "locate",
     "stored_dtype",
@@ -63,6 +67,7 @@ class StoredTensor:
     dtype: str
     count: int
     num_bytes: int
+    shape: tuple[int, ...] = ()
 
 
 def first_line(error: BaseException) -> str:
@@ -261,14 +266,19 @@ def _check_header(path: Path) -> None:
 
 def stored_tensors(folder: Path) -> list[StoredTensor]:
     """Every tensor of a folder's safetensors files, from their headers alone."""
+    return headers_of(_safetensors(folder, folder.name))
+
+
+def headers_of(paths: Iterable[Path]) -> list[StoredTensor]:
+    """Every tensor of some safetensors files, from their headers alone."""
     found = []
-    for path in _safetensors(folder, folder.name):
+    for path in paths:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         for key, entry in header.items():
             if key != "__metadata__":
-                begin, end = entry["data_offsets"]
-                found.append(StoredTensor(key, entry["dtype"], math.prod(entry["shape"]), end - begin))
+                (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+                found.append(StoredTensor(key, entry["dtype"], math.prod(shape), end - begin, shape))
     return found
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from outrider.model.gguf_header import GGUFHeader
 
-__all__ = ["converted_folder"]
+__all__ = ["converted_folder", "gguf_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +158,11 @@ def _convert(path: Path, header: GGUFHeader, dtype: torch.dtype, work: Path) -> 
 
 
 def _load(path: Path, header: GGUFHeader, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoConfig, AutoTokenizer, GgufConfig
+    from transformers import AutoTokenizer, GgufConfig
 
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    config, model_class = causal_text_class(AutoConfig.from_pretrained(**place), path.name)
-    check_config(config, model_class, path.name)
-    _restore_rope(path, header, config)
+    place = _place(path)
+    config = gguf_config(path, header)
+    _, model_class = causal_text_class(config, path.name)
     loaded: Any = model_class.from_pretrained(
         **place,
         config=config,
@@ -187,6 +186,24 @@ def _load(path: Path, header: GGUFHeader, dtype: torch.dtype) -> tuple[PreTraine
     tokenizer = AutoTokenizer.from_pretrained(**place)
     repair_tokenizer(header.metadata, tokenizer)
     return model, tokenizer
+
+
+def gguf_config(path: Path, header: GGUFHeader) -> PreTrainedConfig:
+    """The config of the model in a GGUF; no weight is read for it.
+
+    Raises: UnsupportedModelError by architecture; whatever transformers raises for a family it cannot read.
+    """
+    from transformers import AutoConfig
+
+    with quiet_transformers():
+        config, model_class = causal_text_class(AutoConfig.from_pretrained(**_place(path)), path.name)
+    check_config(config, model_class, path.name)
+    _restore_rope(path, header, config)
+    return config
+
+
+def _place(path: Path) -> dict[str, Any]:
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 
 def _restore_rope(path: Path, header: GGUFHeader, config: PreTrainedConfig) -> None:

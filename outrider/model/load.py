@@ -6,7 +6,6 @@ from its config, before the weights. The attention function is switched later, w
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,28 +16,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from outrider.model.blueprint import drawn, read_config
 from outrider.model.checkpoint import (
     Checkpoint,
     default_model_source,
     first_line,
     locate,
-    stored_dtype,
     stored_tensors,
 )
 from outrider.model.dtypes import parse_dtype, resolve_dtype
-from outrider.model.facts import context_length, eos_token_ids, require_context
+from outrider.model.facts import context_length, eos_token_ids
 from outrider.model.gguf import converted_folder
-from outrider.model.quantised import plan_quantised
 from outrider.model.quiet import quiet_transformers
-from outrider.model.room import capacity_errors, dense_bytes, require_room, stored_bytes
-from outrider.model.support import TEXT_HALF_KEYS, causal_text_class, check_config, check_model
+from outrider.model.room import capacity_errors, require_room
+from outrider.model.support import causal_text_class, check_config, check_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["LoadedModel", "attention", "default_model_source", "load_model", "resolve_dtype", "set_attention"]
+    from outrider.model.blueprint import Blueprint
+
+__all__ = [
+    "LoadedModel",
+    "attention",
+    "default_model_source",
+    "load_model",
+    "read_tokenizer",
+    "resolve_dtype",
+    "set_attention",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -107,25 +115,20 @@ def load_model(
     if checkpoint.kind == "gguf":
         folder = converted_folder(checkpoint.path, resolve_dtype(asked, "gguf", target_device))
         checkpoint = Checkpoint("safetensors", folder, checkpoint.name)
-    whole = _read_config(checkpoint)
-    config, model_class = causal_text_class(whole, checkpoint.name)
-    check_config(config, model_class, checkpoint.name)
-    if max_model_len is not None:
-        require_context(max_model_len, context_length(config, checkpoint.name))
-    tensors = stored_tensors(checkpoint.path)
-    expanded = plan_quantised(config, {one.dtype for one in tensors}, checkpoint.name, target_device)
-    resolved = resolve_dtype(asked, stored_dtype(tensors, config), target_device)
-    keys = TEXT_HALF_KEYS.get(whole.model_type)
-    needed = stored_bytes(tensors, resolved, keys) if expanded is None else dense_bytes(model_class, config, resolved)
+    blueprint = drawn(
+        read_config(checkpoint.path, checkpoint.name), stored_tensors(checkpoint.path), checkpoint.name, asked,
+        target_device, max_model_len,
+    )  # fmt: skip
+    resolved, needed = blueprint.dtype, blueprint.num_bytes
     require_room(needed, checkpoint.name, resolved, target_device)
-    if expanded is not None:
+    if blueprint.expanded is not None:
         logger.warning(
             "%s is quantised with %r; here its weights are expanded to %s and take %.2f GiB (%.2f as stored)",
-            checkpoint.name, expanded, resolved, needed / 2**30, sum(one.num_bytes for one in tensors) / 2**30,
+            checkpoint.name, blueprint.expanded, resolved, needed / 2**30, blueprint.stored_bytes / 2**30,
         )  # fmt: skip
     with capacity_errors(checkpoint.name, resolved, target_device):
-        model = _read_weights(checkpoint, config, model_class, resolved, target_device, keys=keys)
-    words = _read_tokenizer(checkpoint.path, checkpoint.name) if tokenizer is None else _given_tokenizer(tokenizer)
+        model = _read_weights(checkpoint, blueprint, target_device)
+    words = read_tokenizer(checkpoint.path, checkpoint.name) if tokenizer is None else _given_tokenizer(tokenizer)
     return _describe(model, words, checkpoint.name)
 
 
@@ -167,46 +170,8 @@ def _device(device: torch.device | str) -> torch.device:
     return parsed
 
 
-def _read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The checkpoint's config as transformers understands it, without running any of the checkpoint's code."""
-    import transformers
-
-    path, name = checkpoint.path / "config.json", checkpoint.name
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        model_type = raw.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelLoadError(
-            f"{path} is not a valid config ({first_line(error)}); restore or download it again"
-        ) from error
-    if not model_type:
-        raise ModelLoadError(f"{path} has no model_type; save the model again with save_pretrained")
-    if model_type not in transformers.CONFIG_MAPPING:
-        if raw.get("auto_map"):
-            raise UnsupportedModelError(
-                f"{name}: model type {model_type!r} brings its own code (auto_map), which Outrider never runs, and "
-                f"transformers {transformers.__version__} has no class for it; use a model with a native class"
-            )
-        raise UnsupportedModelError(
-            f"{name}: transformers {transformers.__version__} does not know model type {model_type!r}; upgrade it"
-        )
-    try:
-        with quiet_transformers():
-            config: PreTrainedConfig = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-    except Exception as error:  # validation errors of many kinds
-        raise ModelLoadError(f"{path} is not a valid {model_type} config ({first_line(error)}); correct it") from error
-    return config
-
-
-def _read_weights(
-    checkpoint: Checkpoint,
-    config: PreTrainedConfig,
-    model_class: type[PreTrainedModel],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    keys: dict[str, str] | None,
-) -> PreTrainedModel:
+def _read_weights(checkpoint: Checkpoint, blueprint: Blueprint, device: torch.device) -> PreTrainedModel:
+    config, model_class, dtype = blueprint.config, blueprint.model_class, blueprint.dtype
     name = checkpoint.name
     place: dict[str, Any] = (
         {} if device.type == "cpu" or find_spec("accelerate") is None else {"device_map": {"": device}}
@@ -219,7 +184,7 @@ def _read_weights(
                 dtype=dtype,
                 attn_implementation="eager",
                 use_safetensors=True,
-                key_mapping=keys,
+                key_mapping=blueprint.keys,
                 output_loading_info=True,
                 generation_config=_read_defaults(checkpoint, config),
                 **place,
@@ -272,7 +237,7 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def _read_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer; None where it has none (the engine then takes and gives ids only)."""
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         logger.warning("%s has no tokenizer: prompts must be token ids", name)
@@ -293,7 +258,7 @@ def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> 
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     if Path(tokenizer).expanduser().is_dir():
-        words = _read_tokenizer(Path(tokenizer).expanduser(), str(tokenizer))
+        words = read_tokenizer(Path(tokenizer).expanduser(), str(tokenizer))
         if words is None:
             raise ModelLoadError(f"tokenizer {tokenizer}: the folder has no tokenizer files; check the path")
         return words

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-__all__ = ["is_plain_linear", "parents_of", "replace_linears"]
+__all__ = ["is_plain_linear", "linears_of", "parents_of", "replace_linears"]
 
 
 def is_plain_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
@@ -37,7 +37,7 @@ def replace_linears(model: PreTrainedModel, quantization: Quantization | None) -
     """Pack every linear layer on a CPU, or quantise all but the head; on a card they stay as they are."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     done: dict[int, nn.Module] = {}  # a layer that stands in two places stays one layer
-    for parent, name, linear in _linears(model):
+    for parent, name, linear in linears_of(model):
         if linear.weight.device.type != "cpu" or uses_kernels(linear.weight.device):
             continue
         if id(linear) not in done:
@@ -45,7 +45,8 @@ def replace_linears(model: PreTrainedModel, quantization: Quantization | None) -
         setattr(parent, name, done[id(linear)])
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+def linears_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """Linear layers that can be replaced: parent, name in it, layer."""
     for parent in parents_of(model):
         for name, child in list(parent.named_children()):
             if is_plain_linear(child):

@@ -38,7 +38,10 @@ __all__ = [
     "Quantization",
     "check_kind",
     "pack",
+    "packable",
+    "quantised_bytes",
     "quantize",
+    "unfit",
 ]
 
 Quantization = Literal["int8", "int4"]
@@ -179,7 +182,7 @@ def check_kind(kind: str | None, device: torch.device) -> None:
 
 def pack(weight: Tensor, bias: Tensor | None, reason: str = "") -> PackedLinear | None:
     """Lay a weight [out, in] out for oneDNN; None where oneDNN cannot (another dtype, no oneDNN, no bf16 support)."""
-    return PackedLinear(weight, bias, reason) if _packable(weight.dtype) else None
+    return PackedLinear(weight, bias, reason) if packable(weight.dtype) else None
 
 
 def quantize(weight: Tensor, bias: Tensor | None, kind: Quantization) -> nn.Module | str:
@@ -191,18 +194,32 @@ def quantize(weight: Tensor, bias: Tensor | None, kind: Quantization) -> nn.Modu
         kind: "int8" or "int4".
     """
     out_features, in_features = weight.shape
-    if kind == "int8":
-        if in_features % 4:  # VNNI sums four products at a time; other widths fall to a slow reference loop
-            return f"in_features {in_features} is no multiple of 4"
-        return Int8Linear(weight, bias)
+    reason = unfit(out_features, in_features, kind)
+    if reason:
+        return reason
+    return Int8Linear(weight, bias) if kind == "int8" else Int4Linear(weight, bias, GROUP_SIZES[0])
+
+
+def unfit(out_features: int, in_features: int, kind: str) -> str:
+    """Say why a layer of this shape cannot be quantised; empty where it can."""
+    if kind == "int8":  # VNNI sums four products at a time; other widths fall to a slow reference loop
+        return f"in_features {in_features} is no multiple of 4" if in_features % 4 else ""
     if out_features % _INT4_OUT_MULTIPLE:
         return f"out_features {out_features} is no multiple of {_INT4_OUT_MULTIPLE}"
     if in_features % GROUP_SIZES[0]:
         return f"in_features {in_features} is no multiple of {GROUP_SIZES[0]}"
-    return Int4Linear(weight, bias, GROUP_SIZES[0])
+    return ""
 
 
-def _packable(dtype: torch.dtype) -> bool:
+def quantised_bytes(out_features: int, in_features: int, kind: str, dtype: torch.dtype) -> int:
+    """Bytes of a quantised layer's codes and scales; `dtype` is that of its input."""
+    if kind == "int8":
+        return out_features * (in_features + 4)
+    return out_features * in_features // 2 + in_features // GROUP_SIZES[0] * out_features * 2 * dtype.itemsize
+
+
+def packable(dtype: torch.dtype) -> bool:
+    """Whether weights of this dtype are laid out for oneDNN here."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
