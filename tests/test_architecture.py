@@ -20,7 +20,7 @@ LAYERS = (
     ("draft",),
     ("engine",),
     ("llm", "setup", "wrapping", "progress", "drafters", "draft_models", "samples", "prompts", "config_file"),
-    ("bench", "proof", "server"),
+    ("bench", "proof", "server", "advice"),
     ("tune",),
     ("cli",),
 )

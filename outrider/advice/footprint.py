@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +84,7 @@ class HeadFootprint:
         bytes_per_slot: Bytes that its cache takes a token.
         features_per_slot: Bytes of hidden states that it wants kept of each token of the target.
         passed: What a pass of it reads and computes.
+        context_length: Positions that it was made for, where its config tells.
     """
 
     name: str
@@ -91,6 +92,7 @@ class HeadFootprint:
     bytes_per_slot: int
     features_per_slot: int
     passed: PassLoad
+    context_length: int | None = None
 
 
 def model_footprint(
@@ -129,7 +131,7 @@ def model_footprint(
     model = _without_memory(blueprint.model_class, blueprint.config, blueprint.dtype)
     context = context_length(blueprint.config, source.name)
     loaded = LoadedModel(model, None, source.name, eos_token_ids(model, None), context, _rows_of_head(model))
-    runner = TorchRunner(loaded)
+    runner = _runner(loaded)
     if stored and source.tensors:
         weights = {"as stored": sum(one.num_bytes for one in source.tensors)}
     else:
@@ -157,7 +159,10 @@ def head_footprint(source: HeadSource, method: Method, target: ModelFootprint) -
     keys = sum(one.shape[0] for one in own if one.name.endswith(("k_proj.weight", "v_proj.weight")))
     width = 0 if method is Method.EARLY_EXIT else _features(source, own, method, target)
     num_bytes = numbers * size + 8 * sum(one.count for one in ids)
-    return HeadFootprint(source.name, num_bytes, keys * size, width * size, _head_load(own, target))
+    layers = source.config.get("transformer_layer_config") or source.config
+    context = layers.get("max_position_embeddings") if method is not Method.MEDUSA else None
+    load = _head_load(own, target)
+    return HeadFootprint(source.name, num_bytes, keys * size, width * size, load, context)
 
 
 # --- models without memory
@@ -169,6 +174,19 @@ def _without_memory(model_class: Any, config: Any, dtype: torch.dtype) -> PreTra
     model.tie_weights()
     ready: PreTrainedModel = model.eval().requires_grad_(False)
     return ready
+
+
+def _runner(loaded: LoadedModel) -> TorchRunner:
+    """The engine's runner over a model without memory.
+
+    Some models look at a value while they run, which those cannot give. Pages that nobody wrote are as good: they take
+    no memory until then, and of two tokens' pass only the shapes count.
+    """
+    try:
+        return TorchRunner(loaded)
+    except UnsupportedModelError:
+        unwritten: Any = copy.deepcopy(loaded.model)
+        return TorchRunner(replace(loaded, model=unwritten.to_empty(device="cpu")))
 
 
 def _rows_of_head(model: Any) -> int:

@@ -17,6 +17,7 @@ from outrider.model.checkpoint import (
     first_line,
     headers_of,
     locate,
+    names_repository,
     stored_tensors,
 )
 from outrider.model.gguf import gguf_config
@@ -75,9 +76,9 @@ def model_source(source: str | Path | None, revision: str | None = None) -> Mode
     path = Path(text).expanduser()
     if path.is_dir():
         return _of_folder(path, path.resolve().name)
-    if path.exists() or (path.suffix == ".gguf" and ":" not in text):
-        return _of_gguf(locate(source if isinstance(source, Path) else text).path)
     repo, _, file = text.partition(":")
+    if path.exists() or isinstance(source, Path) or not names_repository(repo):
+        return _of_gguf(locate(source if isinstance(source, Path) else text).path)
     if file:
         return _of_gguf(_cached(repo, file, revision))
     return _on_hub(repo, revision)

@@ -12,6 +12,7 @@ from outrider.cli import chat, generate
 from outrider.cli.bench import BENCH_EXAMPLES, BENCH_HELP, BENCH_WITHOUT, bench
 from outrider.cli.groups import from_groups
 from outrider.cli.pair import PAIR_EXAMPLES, PAIR_HELP, pair
+from outrider.cli.plan import PLAN_EXAMPLES, PLAN_HELP, plan
 from outrider.cli.serve import SERVE_EXAMPLES, SERVE_HELP, serve
 from outrider.cli.spellings import LlamaSpellings
 from outrider.cli.tune import TUNE_EXAMPLES, TUNE_HELP, TUNE_WITHOUT, tune

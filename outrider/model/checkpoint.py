@@ -29,6 +29,7 @@ __all__ = [
     "headers_of",
     "hub_files",
     "locate",
+    "names_repository",
     "stored_dtype",
     "stored_tensors",
     "weight_files",
@@ -105,7 +106,7 @@ def locate(source: str | Path, revision: str | None = None) -> Checkpoint:
             f"{text} is a file, but not a .gguf; give the folder that holds config.json and the .safetensors files"
         )
     repo, _, file = text.partition(":")
-    if isinstance(source, Path) or not _HUB_ID.match(repo) or repo.endswith(".gguf"):
+    if isinstance(source, Path) or not names_repository(repo):
         raise ModelLoadError(f"no model at {text}: there is no such file or folder, and not a Hub id; check the path")
     if file:
         if not file.endswith(".gguf"):
@@ -120,6 +121,11 @@ def locate(source: str | Path, revision: str | None = None) -> Checkpoint:
 def weight_files(checkpoint: Checkpoint) -> list[Path]:
     """The files that hold a checkpoint's weights: its GGUF file, or its safetensors."""
     return [checkpoint.path] if checkpoint.kind == "gguf" else _safetensors(checkpoint.path, checkpoint.name)
+
+
+def names_repository(text: str) -> bool:
+    """Whether this can be a Hub id."""
+    return _HUB_ID.match(text) is not None and not text.endswith(".gguf")
 
 
 def _on_hub(repo: str, revision: str | None) -> Checkpoint:
