@@ -16,6 +16,8 @@ from outrider.model.head_files import head_config
 from outrider.model.medusa_heads import is_medusa
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from outrider.model.load import LoadedModel
     from outrider.model.quantize import Quantization
 
@@ -28,6 +30,7 @@ __all__ = [
     "optimized",
     "resolve_device",
     "speculation_from",
+    "speculation_of",
     "warn_lossy",
 ]
 
@@ -61,6 +64,18 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
     settings["method"] = Method.NONE if settings["model"] is None else Method.DRAFT_MODEL
     made = SpeculationConfig(**settings)
     return replace(made, method=implied_method(made.model))
+
+
+def speculation_of(arguments: Mapping[str, Any]) -> SpeculationConfig:
+    """Give the settings of drafting that ``LLM(**arguments)`` would have.
+
+    Raises:
+        ConfigError: As for `speculation_from`.
+    """
+    known = {field.name for field in fields(SpeculationConfig)} - {"model", "method"}
+    settings = {name: value for name, value in arguments.items() if name in known}
+    model, method = arguments.get("speculative_model"), arguments.get("method")
+    return speculation_from(arguments.get("speculative_config"), model=model, method=method, **settings)
 
 
 def implied_method(model: Any) -> Method:

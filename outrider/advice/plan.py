@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from outrider.config import EngineConfig, Method
 from outrider.errors import ConfigError
 from outrider.llm import PREFILL_CHUNK
 from outrider.model.quantize import check_kind
-from outrider.setup import check_draft_quantization, check_exact, resolve_device, speculation_from
+from outrider.setup import check_draft_quantization, check_exact, resolve_device, speculation_of
 
 if TYPE_CHECKING:
     from outrider.advice.bill import Place
@@ -122,16 +122,12 @@ def planned(
 
 
 def _speculation(arguments: dict[str, Any], draft_shape: str | None) -> SpeculationConfig:
-    from outrider.config import SpeculationConfig
-
-    known = {field.name for field in fields(SpeculationConfig)} - {"model", "method"}
-    settings = {name: value for name, value in arguments.items() if name in known}
-    model, method = arguments.get("speculative_model"), arguments.get("method")
-    if draft_shape is not None:
-        if model is not None:
-            raise ConfigError(f"the draft is given twice: {model!r} and the shape {draft_shape!r}; give one")
-        model, method = draft_shape, Method.DRAFT_MODEL
-    return speculation_from(arguments.get("speculative_config"), model=model, method=method, **settings)
+    if draft_shape is None:
+        return speculation_of(arguments)
+    if arguments.get("speculative_model") is not None:
+        model = arguments["speculative_model"]
+        raise ConfigError(f"the draft is given twice: {model!r} and the shape {draft_shape!r}; give one")
+    return speculation_of({**arguments, "speculative_model": draft_shape, "method": Method.DRAFT_MODEL})
 
 
 def _check(arguments: dict[str, Any], speculation: SpeculationConfig, device: torch.device) -> None:

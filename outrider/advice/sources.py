@@ -47,6 +47,7 @@ class ModelSource:
         tensors: What the headers of the weights say; empty where they are not at hand (a GGUF, a lone config).
         words: Its vocabulary; None where it has none.
         notes: What was taken for granted.
+        file_bytes: Of a GGUF's weights, which have no headers of that kind.
     """
 
     name: str
@@ -54,6 +55,12 @@ class ModelSource:
     tensors: tuple[StoredTensor, ...] = ()
     words: Words | None = None
     notes: tuple[str, ...] = ()
+    file_bytes: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the weights as they are stored; 0 where that is not known."""
+        return self.file_bytes or sum(one.num_bytes for one in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,8 @@ def _of_gguf(path: Path) -> ModelSource:
             f"{path} is a GGUF of architecture {header.architecture!r}, which cannot be read ({first_line(error)}); "
             "use the model's safetensors instead"
         ) from error
-    return ModelSource(path.stem, config, (), words_of_gguf(header.metadata))
+    size = path.stat().st_size - header.data_start
+    return ModelSource(path.stem, config, (), words_of_gguf(header.metadata), file_bytes=size)
 
 
 def _on_hub(repo: str, revision: str | None) -> ModelSource:

@@ -10,6 +10,7 @@ import typer
 from outrider import __version__
 from outrider.cli import chat, generate
 from outrider.cli.bench import BENCH_EXAMPLES, BENCH_HELP, BENCH_WITHOUT, bench
+from outrider.cli.doctor import DOCTOR_EXAMPLES, DOCTOR_HELP, doctor
 from outrider.cli.groups import from_groups
 from outrider.cli.pair import PAIR_EXAMPLES, PAIR_HELP, pair
 from outrider.cli.plan import PLAN_EXAMPLES, PLAN_HELP, plan
