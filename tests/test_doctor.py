@@ -27,7 +27,7 @@ from tests.eagle_heads import FORMATS, HIDDEN, TinyHead, right_third, tiny_head
 from tests.heads import cycle_target
 from tests.tiny import byte_tokenizer, save, tiny_absolute, tiny_target
 
-TOKENS = 32
+TOKENS = 28
 LONG = 12  # guesses a round: for a draft that is always right, fewer would be a fault
 SMALL: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_bytes": 4 << 20, "max_num_seqs": 3}
 
@@ -112,11 +112,12 @@ def test_a_healthy_head_has_nothing(tmp_path: Path) -> None:
     assert found.evidence.variants == {}  # nothing was tried on a head that agrees
 
 
-def test_sampling_with_a_good_draft_is_no_fault(pair: tuple[Path, Path]) -> None:
-    found = run_of(*pair, temperature=0.8, num_speculative_tokens=LONG)
+def test_sampling_with_a_good_draft_is_no_fault_and_neither_is_one_in_int8(pair: tuple[Path, Path]) -> None:
+    found = run_of(*pair, temperature=0.8, num_speculative_tokens=LONG, draft_quantization="int8")
     assert found.healthy
     assert found.evidence is not None
     assert found.evidence.greedy is not None
+    assert found.evidence.unquantised is not None
 
 
 # --- faults that files show
@@ -246,7 +247,6 @@ def test_chance_that_parts_draft_and_target_is_named(tmp_path: Path) -> None:
     drop = next(one for one in found.findings if one.code == "temperature")
     assert float(drop.evidence["greedy"]) == 1.0
     assert float(drop.evidence["at_this_temperature"]) < 0.5
-    assert "temperature" not in codes(run_of(target, sure))
 
 
 def test_a_draft_that_was_quantised_too_far_is_named(tmp_path: Path) -> None:
@@ -255,11 +255,6 @@ def test_a_draft_that_was_quantised_too_far_is_named(tmp_path: Path) -> None:
     lost = next(one for one in found.findings if one.code == "draft_quantised")
     assert float(lost.evidence["as_stored"]) == 1.0
     assert float(lost.evidence["quantised"]) < 0.95
-    assert "draft_quantised" not in codes(run_of(target, target))
-
-
-def test_a_quantised_draft_that_still_agrees_is_no_fault(pair: tuple[Path, Path]) -> None:
-    assert run_of(*pair, draft_quantization="int8", num_speculative_tokens=LONG).healthy
 
 
 def test_a_draft_that_loses_its_way_is_named(tmp_path: Path) -> None:

@@ -82,8 +82,10 @@ def line(bill: Any, what: str) -> int:
 # --- the bill is what an engine takes
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8"), ("float32", "int4")])
+@pytest.mark.parametrize(
+    ("tied", "dtype", "quantization"),
+    [(False, "float32", None), (True, "bfloat16", None), (True, "bfloat16", "int8"), (False, "float32", "int4")],
+)
 def test_the_bill_is_what_a_loaded_engine_takes(
     tied: bool, dtype: str, quantization: str | None, tmp_path: Path
 ) -> None:

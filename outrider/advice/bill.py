@@ -9,6 +9,7 @@ import torch
 
 from outrider.config import MAX_DRAFT_TOKENS
 from outrider.engine.memory import (
+    CHUNKS_ON_CARD,
     GRAPH_BYTES,
     budget_on_card,
     budget_on_cpu,
@@ -183,8 +184,10 @@ def _working(target: ModelFootprint, config: EngineConfig, lookahead: int, place
     """What passes need beside it. A card keeps room for it; beside a CPU it comes and goes."""
     positions = f"{config.max_num_seqs} x {lookahead + 1} positions x {target.vocab_size} tokens"
     how = "exact" if place.device == "cuda" else "estimate"
+    chunks = CHUNKS_ON_CARD if place.device == "cuda" else 1
+    prompt = f"{config.prefill_chunk_size} prompt tokens{', passed and captured' if chunks > 1 else ''}"
     lines = [
-        Line("activations", _activations(target, config), "estimate", f"{config.prefill_chunk_size} prompt tokens"),
+        Line("activations", chunks * _activations(target, config), "estimate", prompt),
         Line("logits and sampling", score_bytes(config, lookahead, target.vocab_size), how, positions),
     ]
     if place.device == "cuda":
