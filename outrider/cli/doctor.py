@@ -156,7 +156,7 @@ def _show_evidence(console: Any, evidence: Evidence) -> None:
         rows.append(("a guess", f"{timings.draft_pass * 1e3:.2f} ms"))
     models = timings.rounds.get((evidence.rows, evidence.num_tokens))
     if models is not None:
-        rows.append(("a round", f"{timings.round_seconds * 1e3:.2f} ms, the models {models * 1e3:.2f} ms of it"))
+        rows.append(("a round", f"{timings.round_seconds * 1e3:.2f} ms; by what passes cost {models * 1e3:.2f} ms"))
     rows.append(("threads", f"{evidence.threads} on {evidence.cores} cores"))
     table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
     for name, value in rows:
