@@ -36,6 +36,7 @@ from outrider.errors import ConfigError, ModelLoadError
 from outrider.llm import LLM
 from outrider.model import checkpoint
 from tests.eagle_heads import FORMATS, narrow, tiny_head
+from tests.test_model_load import small_gguf
 from tests.tiny import byte_tokenizer, save, tiny_draft, tiny_family, tiny_sliding, tiny_target
 
 CPU = torch.device("cpu")
@@ -154,6 +155,24 @@ def test_medusa_heads_are_counted_by_their_headers(tmp_path: Path) -> None:
         heads: Any = llm.engine.drafter.heads  # type: ignore[union-attr]
         assert bill_of(target, counted).num_blocks == llm._num_blocks
     assert counted.num_bytes == sum(one.nbytes for one in (*heads.weights, *heads.biases, heads.outs))
+
+
+def test_a_gguf_is_counted_in_the_dtype_that_it_would_be_loaded_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GGUF has no dtype: on a card it becomes bfloat16, on a CPU what products are fast in."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    source = model_source(small_gguf(tmp_path / "tiny.gguf"))
+    on_card = model_footprint(source, dtype="auto", device=torch.device("cuda"), here=False)
+    assert on_card.runner.dtype is torch.bfloat16
+    footprint = model_footprint(source, dtype="auto", device=CPU)
+    with LLM(str(tmp_path / "tiny.gguf"), device="cpu", kv_cache_bytes=BUDGET) as llm:
+        assert footprint.runner.dtype is llm.loaded.dtype
+        assert footprint.num_bytes == pytest.approx(in_memory(llm.loaded.model), rel=0.01)
+        assert bill_of(footprint).num_blocks == llm._num_blocks
+        assert source.words is not None
+        assert llm.tokenizer.get_vocab().items() >= {"zq": 260, "zx": 261}.items()
+        assert source.words.ids["zq"] == 260
 
 
 def test_no_weight_is_read(folder: Path, tmp_path: Path) -> None:

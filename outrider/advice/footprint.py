@@ -119,7 +119,9 @@ def model_footprint(
     """
     asked, notes = parse_dtype(dtype), source.notes
     try:
-        blueprint = drawn(copy.deepcopy(source.config), source.tensors, source.name, asked, device)
+        blueprint = drawn(
+            copy.deepcopy(source.config), source.tensors, source.name, asked, device, stored=source.stored_dtype
+        )
     except UnsupportedModelError as error:
         if here or getattr(source.config, "quantization_config", None) is None:
             raise

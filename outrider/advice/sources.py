@@ -58,6 +58,11 @@ class ModelSource:
     file_bytes: int = 0
 
     @property
+    def stored_dtype(self) -> str | None:
+        """What the weights are stored in, where that is not for config and headers to say."""
+        return "gguf" if self.file_bytes else None
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the weights as they are stored; 0 where that is not known."""
         return self.file_bytes or sum(one.num_bytes for one in self.tensors)

@@ -59,6 +59,8 @@ def drawn(
     asked: torch.dtype | None,
     device: torch.device,
     max_model_len: int | None = None,
+    *,
+    stored: str | None = None,
 ) -> Blueprint:
     """Decide how a checkpoint is served, before any weight is read.
 
@@ -69,6 +71,7 @@ def drawn(
         asked: The dtype wished for; None chooses by checkpoint and device.
         device: Where it will run.
         max_model_len: Longest sequence wished for.
+        stored: What the weights are stored in, as `resolve_dtype` calls it; None: what config and headers say.
 
     Raises: UnsupportedModelError for what cannot be served exactly or is quantised in a way that does not load here;
     ConfigError for a `max_model_len` beyond the context.
@@ -78,7 +81,7 @@ def drawn(
     if max_model_len is not None:
         require_context(max_model_len, context_length(config, name))
     expanded = plan_quantised(config, {one.dtype for one in tensors}, name, device)
-    dtype = resolve_dtype(asked, stored_dtype(list(tensors), config), device)
+    dtype = resolve_dtype(asked, stored or stored_dtype(list(tensors), config), device)
     keys = TEXT_HALF_KEYS.get(whole.model_type)
     as_stored = bool(tensors) and expanded is None
     needed = stored_bytes(tensors, dtype, keys) if as_stored else dense_bytes(model_class, config, dtype)
