@@ -17,6 +17,7 @@ from outrider.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from outrider.model import checkpoint as checkpoint_module
 from outrider.model.checkpoint import DEFAULT_HUB_ID, default_model_source
 from outrider.model.dtypes import resolve_dtype
+from outrider.model.gguf import gguf_config
 from outrider.model.gguf_header import read_header
 from outrider.model.load import LoadedModel, attention, load_model, set_attention
 from tests.tiny import (
@@ -576,6 +577,23 @@ def small_gguf(path: Path) -> Path:
         writer.add_tensor(f"{names.get_name(base)}.{suffix}", tensor.contiguous().numpy())
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
     return path
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_ggufs_config_is_the_same_without_its_tokens(
+    sized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long lists are left out before transformers reads the settings, though the vocabulary may be known by them alone."""
+    import gguf as package
+    from transformers import AutoConfig
+
+    if not sized:
+        monkeypatch.setattr(package.GGUFWriter, "add_vocab_size", lambda *_: None)
+    path = small_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("outrider.model.gguf_header._LONG", 8)
+    outlined = gguf_config(path, read_header(path)).to_dict()
+    assert outlined == AutoConfig.from_pretrained(str(tmp_path), gguf_file="tiny.gguf").to_dict()
+    assert outlined["vocab_size"] == 320
 
 
 def test_a_gguf_is_converted_once_and_is_the_same_model(

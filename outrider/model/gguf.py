@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ModelLoadError
 from outrider.model.checkpoint import first_line, locate
-from outrider.model.gguf_header import read_header
+from outrider.model.gguf_header import read_header, write_outline
 from outrider.model.gguf_tokenizer import repair_tokenizer
 from outrider.model.quiet import quiet_transformers
 from outrider.model.support import causal_text_class, check_config
@@ -195,8 +195,14 @@ def gguf_config(path: Path, header: GGUFHeader) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
-    with quiet_transformers():
-        config, model_class = causal_text_class(AutoConfig.from_pretrained(**_place(path)), path.name)
+    with tempfile.TemporaryDirectory(prefix="outrider-gguf-") as place, quiet_transformers():
+        outline = Path(place) / path.name
+        write_outline(path, header, outline)
+        config, model_class = causal_text_class(AutoConfig.from_pretrained(**_place(outline)), path.name)
+    config.name_or_path = str(path.parent)
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if tokens and header.of_model("vocab_size") is None:  # then it is for the tokens to say
+        config.vocab_size = len(tokens)
     check_config(config, model_class, path.name)
     _restore_rope(path, header, config)
     return config
