@@ -583,7 +583,7 @@ def small_gguf(path: Path) -> Path:
 def test_a_ggufs_config_is_the_same_without_its_tokens(
     sized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long lists are left out before transformers reads the settings, though the vocabulary may be known by them alone."""
+    """Long lists are left out before transformers reads the settings, the one that tells the vocabulary's size too."""
     import gguf as package
     from transformers import AutoConfig
 
