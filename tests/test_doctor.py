@@ -39,7 +39,7 @@ def steady(*, draft: float | None = 0.1, wide: float = 0.02, host: float = 1.1, 
         for count in (1, rows)
         for length in range(13)
     }
-    return Timings(rounds, 1.0, draft, rounds[rows, 5] * host, 1.0, 1.5, 0.05)
+    return Timings(rounds, 1.0, draft, rounds[rows, 5] * host, rounds[rows, 5], 1.0, 1.5, 0.05)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +93,16 @@ def diagnose(
         return Diagnosis(*how, tuple(by_harm(found)), None, (why, *case.target.notes))
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0, ignore_eos=False)
     evidence = _measured(arguments, speculation, case.head, prompts or _built_in, params)
-    return Diagnosis(*how, tuple(by_harm(found + check_run(evidence))), evidence, case.target.notes)
+    notes = (*case.target.notes, *_disturbed(evidence))
+    return Diagnosis(*how, tuple(by_harm(found + check_run(evidence))), evidence, notes)
+
+
+def _disturbed(evidence: Evidence) -> list[str]:
+    """Tell where other programs had the cores too: then all times are rough."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= evidence.cores + 1:
+        return []
+    return [f"the machine was busy (load {load:.1f} on {evidence.cores} cores): times are rough, agreement is not"]
 
 
 def _case(arguments: dict[str, Any], speculation: SpeculationConfig) -> FileCase:

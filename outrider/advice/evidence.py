@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.config import MAX_DRAFT_TOKENS
-from outrider.engine.cost import measured, measured_draft
+from outrider.engine.cost import CHAIN, PassShape
 from outrider.kernels.launch import uses_kernels
 
 if TYPE_CHECKING:
@@ -70,10 +69,11 @@ class Timings:
     """What passes cost on this machine.
 
     Attributes:
-        rounds: (rows, guesses a row) -> seconds of a round, by the model of costs.
-        target_pass, draft_pass: Seconds of one token by the target, and of one guess by the draft; None: guesses cost
+        rounds: (rows, guesses a row) -> seconds of a round, as the engine expects them after the run.
+        target_pass, draft_pass: Seconds of a round without guesses, and what each guess adds to it; None: guesses cost
             next to nothing, or could not be timed.
         round_seconds: Seconds that a round of the run took, everything included.
+        models_seconds: Seconds that such a round took when the engine profiled it, alone; None: not known.
         plain_rate, drafted_rate: Tokens a second, without and with guesses.
         reading_share: Share of a text's time until its first token.
     """
@@ -82,6 +82,7 @@ class Timings:
     target_pass: float
     draft_pass: float | None
     round_seconds: float
+    models_seconds: float | None
     plain_rate: float
     drafted_rate: float
     reading_share: float
@@ -137,23 +138,20 @@ def examine(llm: LLM, prompts: list[Any], params: SamplingParams, timings: Timin
     engine = llm.engine
     length, rows = engine.speculation.num_speculative_tokens, min(engine.config.max_num_seqs, len(prompts))
     forced = params.but(speculation=min(length, engine.longest_draft))
-    llm.generate(
-        prompts, forced.but(max_tokens=min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)), progress=False
-    )
-    rounds = engine.figures.rounds
-    began = time.perf_counter()
-    outputs = llm.generate(prompts, forced, progress=False)
-    seconds, rounds = time.perf_counter() - began, engine.figures.rounds - rounds
+    _run(llm, prompts, forced.but(max_tokens=min(WARM_UP_TOKENS, params.max_tokens or WARM_UP_TOKENS)))
+    alone, rounds = _round_seconds(llm, rows, length), engine.figures.rounds
+    outputs, seconds = _run(llm, prompts, forced)
+    rounds = engine.figures.rounds - rounds
     greedy = None
     if params.temperature > 0:
-        greedy = agreement_of(llm.generate(prompts, forced.but(temperature=0.0), progress=False))
+        greedy = agreement_of(_run(llm, prompts, forced.but(temperature=0.0))[0])
     stats = [one.stats for output in outputs for one in output.outputs]
     if timings is None:
-        timings = _timed(llm, prompts, params, outputs, seconds, rounds)
+        timings = _timed(llm, prompts, params, outputs, seconds, rounds, alone)
     drafter: Any = engine.drafter
     return Evidence(
         method=engine.speculation.method,
-        guesses_by_model=bool(drafter.bytes_per_slot) or hasattr(drafter, "heads") or drafter.name == "early_exit",
+        guesses_by_model=_drafts_by_model(drafter),
         num_tokens=length,
         rows=rows,
         temperature=params.temperature,
@@ -223,49 +221,54 @@ def usable_cores() -> int:
 
 
 def _timed(
-    llm: LLM, prompts: list[Any], params: SamplingParams, outputs: list[RequestOutput], seconds: float, rounds: int
+    llm: LLM,
+    prompts: list[Any],
+    params: SamplingParams,
+    outputs: list[RequestOutput],
+    seconds: float,
+    rounds: int,
+    alone: float | None,
 ) -> Timings:
-    began = time.perf_counter()
-    plain = llm.generate(prompts, params.but(speculation="off"), progress=False)
-    plain_seconds = time.perf_counter() - began
+    plain, plain_seconds = _run(llm, prompts, params.but(speculation="off"))
     tokens, plain_tokens = (
         sum(one.stats.tokens for output in run for one in output.outputs) for run in (outputs, plain)
     )
     stats = [one.stats for output in outputs for one in output.outputs]
-    reading = statistics.fmean(one.first_token_seconds / one.seconds if one.seconds else 0.0 for one in stats)
-    first = max(one.first_token_seconds for one in stats)
-    costs, target_pass, draft_pass = _priced(llm, len(prompts))
+    most = llm.engine.speculation.num_speculative_tokens
+    rows = min(llm.engine.config.max_num_seqs, len(prompts))
+    priced = {
+        (count, length): taken
+        for count in sorted({1, rows})
+        for length in sorted({*LENGTHS, most})
+        if (taken := _round_seconds(llm, count, length)) is not None
+    }
+    costly = _drafts_by_model(llm.engine.drafter) and bool(priced)
+    guess = (priced[1, most] - priced[1, 0]) / most if costly else None
     return Timings(
-        rounds=costs,
-        target_pass=target_pass,
-        draft_pass=draft_pass,
-        round_seconds=max(0.0, seconds - first) / max(1, rounds),
+        rounds=priced,
+        target_pass=priced.get((1, 0), 0.0),
+        draft_pass=guess,
+        round_seconds=max(0.0, seconds - max(one.first_token_seconds for one in stats)) / max(1, rounds),
+        models_seconds=alone,
         plain_rate=plain_tokens / plain_seconds,
         drafted_rate=tokens / seconds,
-        reading_share=reading,
+        reading_share=statistics.fmean(one.first_token_seconds / one.seconds if one.seconds else 0.0 for one in stats),
     )
 
 
-@torch.inference_mode()
-def _priced(llm: LLM, num_prompts: int) -> tuple[dict[tuple[int, int], float], float, float | None]:
-    """Seconds of rounds by the costs that the controller goes by: measured anew, on a row that belongs to nobody."""
-    engine = llm.engine
-    drafter = engine.drafter
-    assert drafter is not None
-    most = max(1, engine.speculation.num_speculative_tokens)
-    rows = min(engine.config.max_num_seqs, num_prompts)
-    costs: Any = engine.graphs.costs() if engine.graphs is not None else None
-    draft = measured_draft(drafter, engine.state, most)
-    if costs is None:
-        widest = min(rows * (most + 1) - 1, MAX_DRAFT_TOKENS)
-        costs = measured(engine.runner, engine.state, max(most, widest)).noted(drafter.name, draft)
-    priced = {
-        (count, length): costs.round_seconds(drafter.name, count, length)
-        for count in sorted({1, rows})
-        for length in sorted({*LENGTHS, most})
-    }
-    one = dict(draft).get(1)
-    return priced, priced[1, 0], one if drafter.bytes_per_slot or drafter.name == "early_exit" else None
+def _round_seconds(llm: LLM, num_rows: int, num_tokens: int) -> float | None:
+    """Seconds of a round, as the engine expects them now; None where it measured nothing."""
+    costs, drafter = llm.engine.speculator.costs, llm.engine.drafter
+    if costs is None or drafter is None or not costs.knows(drafter.name):
+        return None
+    kind = drafter.name if num_tokens and drafter.name in costs.passes else CHAIN
+    passed = costs.pass_seconds(PassShape(num_rows, num_tokens, kind))
+    return passed + costs.draft_seconds(drafter.name, num_rows, num_tokens)
+
+
+def _drafts_by_model(drafter: Any) -> bool:
+    """Whether weights make the guesses: Medusa heads and the target's own layers keep no cache of theirs."""
+    return bool(drafter.bytes_per_slot) or hasattr(drafter, "heads") or drafter.name == "early_exit"
 
 
 def _slow_paths(llm: LLM) -> list[str]:

@@ -138,7 +138,7 @@ def draft_cost(evidence: Evidence) -> list[Finding]:
         Finding(
             "draft_too_large",
             Severity.SEVERE if gain < GAIN else Severity.MODERATE,
-            f"a guess costs {ratio:.0%} of a pass of the target",
+            f"a guess costs {ratio:.0%} of a round without guesses",
             "use a smaller draft, a head, or fewer of its numbers (--draft-quantization, --draft-vocab-size)",
             {
                 "target_ms": round(timings.target_pass * 1e3, 3), "guess_ms": round(timings.draft_pass * 1e3, 3),
@@ -280,8 +280,8 @@ def slow_path(evidence: Evidence) -> list[Finding]:
 
 def host_bound(evidence: Evidence) -> list[Finding]:
     """Rounds that wait for the host."""
-    timings, length = evidence.timings, evidence.num_tokens
-    models = timings.rounds.get((evidence.rows, length))
+    timings = evidence.timings
+    models = timings.models_seconds
     if models is None or timings.round_seconds <= 0:
         return []
     share = 1 - models / timings.round_seconds

@@ -91,6 +91,11 @@ class Speculator:
             logger.debug("rounds with drafter %s could not be timed: %s", self.drafter.name, error)
         self._controller = Controller(costs or unknown_costs())
 
+    @property
+    def costs(self) -> RoundCosts | None:
+        """What rounds are expected to cost, by what was measured so far; None where nothing was."""
+        return None if self._controller is None else self._controller.costs
+
     # --- before a round
 
     def decide(self, ready: list[Sequence], budget: int) -> Decision:
