@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig
-from outrider.engine.cost import PATIENCE, REPEATS, _fastest
 from outrider.engine.memory import sized
+from outrider.engine.profile import BUDGET, TURNS, _fastest
 from outrider.errors import CapacityError, ConfigError
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED
 
@@ -54,15 +54,15 @@ def test_a_budget_for_nothing_says_how_much_is_needed(given: int) -> None:
 
 def test_timing_repeats_quick_work_and_not_slow_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("outrider.engine.cost.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("outrider.engine.profile.time.perf_counter", lambda: clock[0])
     calls: list[str] = []
 
     def work(name: str, seconds: float) -> None:
         calls.append(name)
         clock[0] += seconds
 
-    assert _fastest({1: lambda: work("quick", 0.01)}, CPU)[1] == pytest.approx(0.01)
-    assert len(calls) == REPEATS + 1
+    assert _fastest({(1, 0): lambda: work("quick", 0.01)}, CPU)[1, 0] == pytest.approx(0.01)
+    assert len(calls) == TURNS + 1
     calls.clear()
-    assert _fastest({1: lambda: work("slow", 2 * PATIENCE)}, CPU)[1] == pytest.approx(2 * PATIENCE)
+    assert _fastest({(1, 0): lambda: work("slow", 2 * BUDGET)}, CPU)[1, 0] == pytest.approx(2 * BUDGET)
     assert calls == ["slow"]
