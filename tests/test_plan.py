@@ -428,6 +428,7 @@ def test_a_plan_that_does_not_fit_says_what_would_and_it_does() -> None:
     [(("--shape", "llama-3.1-8b", "--gpu", "X1"), "no card 'X1'"), (("--shape", "what"), "no shape 'what'"),
      (("somewhere", "--shape", "tiny"), "the target is given twice"), (("./nowhere",), "no model at ./nowhere"),
      (("--shape", "tiny", "--gpu", "L4", "--device", "cpu"), "name two places"),
+     (("--shape", "tiny", "--device", "cuda:63"), "device 'cuda:63'"),
      (("--shape", "tiny", "--max-model-len", "99999999"), "beyond the model's context"),
      (("--shape", "tiny", "--draft-shape", "tiny", "--speculative-model", "x"), "the draft is given twice")],
 )  # fmt: skip

@@ -19,7 +19,7 @@ from outrider.engine.memory import (
     score_bytes,
 )
 from outrider.engine.state import DeviceState
-from outrider.errors import CapacityError
+from outrider.errors import CapacityError, ConfigError
 from outrider.model.kv_cache import BLOCK_SIZE, blocks_for
 
 if TYPE_CHECKING:
@@ -105,7 +105,17 @@ class Bill:
 
 
 def place_here(device: torch.device) -> Place:
-    """This machine's memory as it is now."""
+    """This machine's memory as it is now.
+
+    Raises:
+        ConfigError: It has no such device.
+    """
+    seen = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= seen:
+        raise ConfigError(
+            f"device {str(device)!r} was asked for, but this torch sees {seen or 'no'} CUDA GPUs; name a card to plan for "
+            "with --gpu"
+        )
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Place(torch.cuda.get_device_name(device), "cuda", total, free, here=True)
@@ -175,7 +185,7 @@ def billed(
 def _fixed(target: ModelFootprint, draft: ModelFootprint | HeadFootprint | None, place: Place) -> list[Line]:
     """What is there before the cache."""
     lines = _weights(target, "target") + (_weights(draft, "draft") if draft else [])
-    if place.device == "cuda":
+    if place.device == "cuda" and not place.here:  # here, this process has them already: they are not free
         lines.append(Line("CUDA and libraries", CONTEXT_BYTES, "assumption"))
     return lines
 
