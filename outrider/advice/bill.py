@@ -113,8 +113,8 @@ def place_here(device: torch.device) -> Place:
     seen = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= seen:
         raise ConfigError(
-            f"device {str(device)!r} was asked for, but this torch sees {seen or 'no'} CUDA GPUs; name a card to plan for "
-            "with --gpu"
+            f"device {str(device)!r} was asked for, but this torch sees {seen or 'no'} CUDA GPUs; name a card to plan "
+            "for with --gpu"
         )
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

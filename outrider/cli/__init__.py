@@ -116,6 +116,8 @@ app.command("serve", cls=LlamaSpellings, help=SERVE_HELP, epilog=SERVE_EXAMPLES)
 app.command("verify", cls=LlamaSpellings, help=VERIFY_HELP, epilog=VERIFY_EXAMPLES)(from_groups(verify))
 app.command("bench", cls=LlamaSpellings, help=BENCH_HELP, epilog=BENCH_EXAMPLES)(from_groups(bench, BENCH_WITHOUT))
 app.command("tune", cls=LlamaSpellings, help=TUNE_HELP, epilog=TUNE_EXAMPLES)(from_groups(tune, TUNE_WITHOUT))
+app.command("plan", cls=LlamaSpellings, help=PLAN_HELP, epilog=PLAN_EXAMPLES)(from_groups(plan))
+app.command("doctor", cls=LlamaSpellings, help=DOCTOR_HELP, epilog=DOCTOR_EXAMPLES)(from_groups(doctor))
 app.command("pair", help=PAIR_HELP, epilog=PAIR_EXAMPLES)(pair)
 
 

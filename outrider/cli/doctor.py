@@ -78,12 +78,9 @@ def doctor(examining: DoctorOptions, model: ModelOptions) -> None:
         model = replace(model, model=examining.target or model.model)
         arguments = model.arguments()
         with working(f"examining {model.shown_model}", quiet=examining.as_json):
-            import torch
-
             from outrider.advice.doctor import diagnose
 
-            if model.threads is not None:
-                torch.set_num_threads(model.threads)
+            model.use_threads()
 
             def prepared(llm: LLM) -> list[Any]:
                 return [one.prepared(llm, chat=None, system=None) for one in given or ()]
