@@ -1,4 +1,8 @@
-"""Common cards: memory, bandwidth and dense 16-bit products, each as its vendor states them."""
+"""Common cards: memory, bandwidth and dense 16-bit products, as their vendors state them.
+
+The vendors' pages could not be opened when this was written. Figures were held against copies where one was found; those
+of A10, RTX 3090, RTX 5090 and H100 PCIe, and the pages' addresses, were not.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class Card:
         memory: Size as stated, in GB.
         bandwidth: GB a second.
         tflops: Dense bf16 or fp16 products with fp32 sums, in TFLOPS (a datasheet's figure with sparsity, halved).
-        source: The vendor's page or datasheet.
+        source: The vendor's page or datasheet: see the module.
         device: Part of what the driver calls it.
     """
 
