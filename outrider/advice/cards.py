@@ -1,7 +1,7 @@
 """Common cards: memory, bandwidth and dense 16-bit products, as their vendors state them.
 
-The vendors' pages could not be opened when this was written. Figures were held against copies where one was found; those
-of A10, RTX 3090, RTX 5090 and H100 PCIe, and the pages' addresses, were not.
+The vendors' pages could not be opened when this was written. Figures were held against copies where one was found;
+those of A10, RTX 3090, RTX 5090 and H100 PCIe, and the pages' addresses, were not.
 """
 
 from __future__ import annotations
