@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Agreement", "Outlook", "Reputation"]
 
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 2.0  # of a drafter of which nothing was seen yet: hope, so that it is tried
-VIEWS = ((2.0, 0.9), (2.0, 0.97), (8.0, 0.97), (32.0, 0.97))  # see `Reputation`
-MEMORIES = tuple(dict.fromkeys(memory for _, memory in VIEWS))
 LEANING_WEIGHT = 1.0  # evidence that the place before counts for, in the estimate of a place after the first
-SHARED_MEMORY = 0.995  # weight that the past of all sequences keeps with each row's guesses
+FAST, SLOW = 0.95, 0.995  # weight that the past of all sequences keeps with each row's guesses
+LOSS_MEMORY = 0.98  # the same in how well views foretold
 REST_MEMORY, REST_WEIGHT = 0.98, 4.0  # with each round without; no further down than to so much evidence
 SURE = 0.995
 LARGEST_UNIT = 1e9
@@ -38,6 +37,25 @@ class Outlook:
 
     gain: Sequence[float]
     wide: Sequence[float]
+
+
+class View(NamedTuple):
+    """A way to see the past, see `Reputation`.
+
+    Attributes:
+        weight: Rounds that the reputation counts for beside a sequence's own past.
+        own: Weight that a sequence's past keeps with each round of guesses.
+        shared: The same for the past of all sequences.
+    """
+
+    weight: float
+    own: float
+    shared: float
+
+
+VIEWS = tuple(
+    View(*view) for view in ((2, 0.9, FAST), (8, 0.97, FAST), (2, 0.97, SLOW), (8, 0.97, SLOW), (32, 0.97, SLOW))
+)
 
 
 class _Chances(NamedTuple):
@@ -106,20 +124,20 @@ class _Evidence:
 class Reputation:
     """What was seen of one drafter lately, in whatever sequences it guessed for.
 
-    Texts may be all alike to a drafter, or each another; they may change as they go, or not. So how much a sequence's
-    own past counts is not fixed: several `VIEWS`, each a weight of the reputation beside it and a memory for it,
-    foretell every first guess, and the one that has foretold best lately is believed.
+    Texts may be all alike to a drafter, or each another; they may change as they go, or not; and so may the traffic. So
+    how much a sequence's own past counts, and how long, is not fixed: several `VIEWS` foretell every first guess, and
+    the one that has foretold best lately is believed.
     """
 
     def __init__(self) -> None:
-        self._seen = _Evidence(FIRST_CHANCE, FIRST_WEIGHT)
+        self._seen = {memory: _Evidence(FIRST_CHANCE, FIRST_WEIGHT) for memory in (FAST, SLOW)}
         self._depths: dict[int, int] = {}  # of trees: nodes asked for -> places reached
         self._losses = [0.0] * len(VIEWS)
-        self._chances: list[_Chances] = []  # as last asked for
+        self._chances: dict[float, list[_Chances]] = {FAST: [], SLOW: []}  # as last asked for
 
     @property
-    def view(self) -> tuple[float, float]:
-        """The view that foretold best: the weight of this reputation, and the memory of a sequence's own past."""
+    def view(self) -> View:
+        """The view that foretold best."""
         return VIEWS[self._losses.index(min(self._losses))]
 
     def depth(self, num_nodes: int) -> int:
@@ -128,9 +146,9 @@ class Reputation:
             return min(num_nodes, max(self._depths.values(), default=num_nodes))
         return self._depths[num_nodes]
 
-    def chances(self, most: int) -> list[_Chances]:
+    def chances(self, most: int, memory: float) -> list[_Chances]:
         """Give what is to be expected at each place."""
-        seen, found = self._seen, self._chances
+        seen, found = self._seen[memory], self._chances[memory]
         right, made, wide = found[-1] if found else (FIRST_CHANCE, 1.0, 1.0)
         for place in range(len(found), most):
             right = seen.share(seen.right, place, right, LEANING_WEIGHT)
@@ -141,12 +159,13 @@ class Reputation:
 
     def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float]) -> None:
         """Take in one row of a round, and how likely each view held its first guess to be right."""
-        self._chances = []
-        self._seen.fade(SHARED_MEMORY)
-        self._seen.add(asked, drafted, accepted)
+        for memory, seen in self._seen.items():
+            self._chances[memory] = []
+            seen.fade(memory)
+            seen.add(asked, drafted, accepted)
         for place, chance in enumerate(foretold):
             likely = min(SURE, max(1 - SURE, chance if accepted else 1 - chance))
-            self._losses[place] = SHARED_MEMORY * self._losses[place] - math.log(likely)
+            self._losses[place] = LOSS_MEMORY * self._losses[place] - math.log(likely)
 
     def note_depth(self, num_nodes: int, depth: int) -> None:
         """Note how far a tree reached."""
@@ -158,7 +177,7 @@ class Agreement:
 
     def __init__(self, reputation: Reputation) -> None:
         self._reputation = reputation
-        self._own = {memory: _Evidence() for memory in MEMORIES}
+        self._own = {view.own: _Evidence() for view in VIEWS}
 
     def outlook(self, most: int) -> Outlook:
         """Say what to expect of up to `most` guesses in a chain, or places of a tree.
@@ -167,9 +186,9 @@ class Agreement:
         came far go on agreeing (a copied passage), so one number for all places would cut chains too short.
         """
         gain, wide = [0.0], [1.0]
-        weight, memory = self._reputation.view
+        weight, memory, shared = self._reputation.view
         own, reached, right, before = self._own[memory], 1.0, 0.0, 1.0
-        for place, known in enumerate(self._reputation.chances(most)):
+        for place, known in enumerate(self._reputation.chances(most, shared)):
             lent = min(SURE, right * known.right / max(before, 0.01)) if place else known.right
             right = min(SURE, own.share(own.right, place, lent, LEANING_WEIGHT if place else weight))
             reached *= right * own.share(own.made, place, known.made, LEANING_WEIGHT if place else weight)
@@ -180,9 +199,9 @@ class Agreement:
 
     def learn(self, asked: int, drafted: int, accepted: int) -> None:
         """Take in a round."""
-        first, foretold = self._reputation.chances(1)[0], []
-        for weight, memory in VIEWS:
-            own = self._own[memory]
+        foretold = []
+        for weight, memory, shared in VIEWS:
+            own, first = self._own[memory], self._reputation.chances(1, shared)[0]
             made, right = own.share(own.made, 0, first.made, weight), own.share(own.right, 0, first.right, weight)
             foretold.append(made * right)
         self._reputation.learn(asked, drafted, accepted, foretold)

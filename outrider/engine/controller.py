@@ -141,6 +141,7 @@ class Controller:
         self._last: dict[str, int] = {}  # by drafter, the length chosen last
         self._owed: dict[str, float] = {}  # by drafter, seconds that probes lost and time has not earned again
         self._owed_plain: dict[str, float] = {}
+        self._turn, self._trusted = 0, 1  # whose turn it is to be tried, and how many at once
 
     # --- before a round
 
@@ -163,7 +164,11 @@ class Controller:
         self._last[party.drafter] = length
         probe = reference = False
         if len(members) < len(wishes) and self._owed.get(party.drafter, 0.0) <= 0:
-            length, members, probe = length or plan.probe_length(), list(range(len(wishes))), True
+            length, members, probe = (
+                length or plan.probe_length(),
+                plan.with_tried(members, self._turn, self._trusted),
+                True,
+            )
             # Until it is read, so that no second one is started meanwhile.
             self._owed[party.drafter] = max(plan.seconds(length, members) - plan.seconds(0, []), PROBE_SHARE)
         elif length and self._doubtful(party, length, worth / plain):
@@ -217,6 +222,10 @@ class Controller:
                 taken += self.costs.pass_seconds(shape) + times.feeding
             lost = taken - plain * times.tokens / party.num_rows
             self._owed[party.drafter] = max(0.0, lost)
+            if times.tokens > party.num_rows:  # something was right: what is true of one may be of more
+                self._trusted = min(2 * self._trusted, party.num_rows)
+            else:
+                self._turn, self._trusted = self._turn + 1, 1
         if times.clean:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
@@ -297,6 +306,19 @@ class _Plan:
         return max(
             (one for one in self._lengths if self.seconds(one, everybody) - plain <= most), default=self._lengths[0]
         )
+
+    def with_tried(self, members: Seq[int], turn: int, count: int) -> list[int]:
+        """Add those that are to be tried: `count` rows more, and all that cost hardly more than that."""
+        others = [row for row in range(len(self._wishes)) if row not in members]
+        begin = turn % len(others)
+        tried = [*others[begin:], *others[:begin]][:count]
+        least = self.seconds(self._lengths[0], tried) - self.seconds(0, []) + sum(map(self._reading, tried))
+        most = (PROBE_SLACK - 1) * least / len(others)
+        return [*members, *tried, *(row for row in others if row not in tried and self._reading(row) <= most)]
+
+    def _reading(self, row: int) -> float:
+        """Seconds until a row's drafter has read what it lacks; on a card all rows' are read together."""
+        return 0.0 if self._party.inside else self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag)
 
     def _gain(self, row: int, length: int) -> float:
         """Guesses of a row that will be right; a text that ends with them saves about half a round, too."""
