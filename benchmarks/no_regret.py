@@ -55,11 +55,13 @@ ALWAYS: dict[str, Any] = {
 REAL = "the default model, lookup"
 REAL_GUESSES = 10
 REAL_CELLS = (
-    *(Cell(1, 128, 0.0, prompt) for prompt in ("code_edit", "chat", "json")),
+    *(Cell(1, 128, 0.0, prompt) for prompt in ("code_edit", "chat")),
+    *(Cell(rows, 64, 0.0, "all prompts") for rows in (4, 16)),
     Cell(1, 8, 0.0, "chat"),
     Cell(1, 128, 0.7, "chat"),
+    *(Cell(rows, 8, 0.0, "all prompts") for rows in (4, 16)),
     Cell(1, 128, 1.5, "chat"),
-    *(Cell(rows, tokens, 0.0, "all prompts") for rows in (4, 16) for tokens in (64, 8)),
+    Cell(1, 128, 0.0, "json"),
 )
 TEMPERATURE = (
     "The synthetic target scores the token that follows with 40 and all others with less than 20, so that even at "

@@ -12,8 +12,10 @@ from outrider import SamplingParams
 from outrider.config import Verification
 from outrider.draft.ngram import NGramDrafter
 from outrider.engine import graphs as graphs_module
+from outrider.engine.cost import PassShape
 from outrider.engine.graphs import Given, RoundGraphs
 from outrider.engine.state import DeviceState
+from outrider.model.kv_cache import NULL_BLOCK, RESERVED, TRASH_BLOCK
 from outrider.proposal import Proposal
 from outrider.sequence import Request, Sequence
 from tests.scripted import ScriptedDrafter
@@ -126,3 +128,35 @@ def test_a_report_is_rounded_up_and_one_beyond_all_sizes_runs_eagerly() -> None:
     served: Any = found.replay([row], [0], 3)
     assert served.num_logprobs == 5
     assert found.replay([row], [0], 21) is None
+
+
+def test_captured_rounds_are_timed_on_rows_that_are_at_their_limit_and_all_is_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short and long contexts, blocks of their own for each row, zeros in them; nothing is left behind."""
+    state, cleared, seen = DeviceState(4, 600, 64, CPU), [], []
+    runner: Any = SimpleNamespace(
+        tune=lambda passes, places: None, copy_blocks=lambda source, target: cleared.append((set(source), target))
+    )
+    drafter = NGramDrafter()
+    found = Noted(runner, state, Verification.COUPLED, drafter, most=3, exact=False)
+    found.prepare(lambda items, _: items)
+
+    def timed(captured: Any) -> float:
+        bucket = captured.result
+        seen.append((bucket, state.lengths.tolist(), state.tables[:4, :4].tolist()))
+        return 0.001 * (1 + bucket.num_tokens) * (1 + (state.lengths[0].item() > 128))
+
+    monkeypatch.setattr(found, "_best_replay", timed)
+    costs = found.costs(10_000)
+    assert costs is not None
+    assert {bucket for bucket, *_ in seen} == set(found.captures)
+    assert {tuple(lengths) for _, lengths, _ in seen} == {(128,) * 4 + (1,), (599,) * 4 + (1,)}
+    blocks = [block for row in seen[0][2] for block in row]
+    assert len(set(blocks)) == len(blocks) and min(blocks) >= RESERVED
+    assert all(source == {NULL_BLOCK} and set(blocks) <= set(target) for source, target in cleared)
+    assert state.lengths.tolist() == state.limits.tolist() == [1] * 5
+    assert set(state.tables.flatten().tolist()) == {TRASH_BLOCK}
+    assert costs.pass_seconds(PassShape(3, 0)) == pytest.approx(0.001)
+    assert costs.pass_seconds(PassShape(3, 2, "ngram")) == pytest.approx(0.003)
+    assert costs.pass_seconds(PassShape(3, 2, "ngram", context=599)) == pytest.approx(0.006)

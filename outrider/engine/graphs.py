@@ -22,7 +22,7 @@ import torch
 from outrider.config import MAX_DRAFT_TOKENS, MAX_TREE_NODES
 from outrider.draft.drafter import PartedDrafter
 from outrider.engine.cost import CHAIN, DRAFT_LENGTHS, NEAR, Grid, RoundCosts
-from outrider.engine.profile import FAR
+from outrider.engine.profile import FAR, clear_blocks
 from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
 from outrider.kernels.attention import BLOCK_SIZE
 from outrider.model.kv_cache import RESERVED, TRASH_BLOCK, blocks_for
@@ -226,6 +226,7 @@ class RoundGraphs:
         needed, free = blocks_for(context + MAX_DRAFT_TOKENS + 1), num_blocks - RESERVED
         places = torch.arange(self._num_rows * needed, device=state.device).view(self._num_rows, needed)
         seconds: dict[str, dict[tuple[int, int], float]] = {}
+        clear_blocks([self._runner, *([] if self._drafter is None else [self._drafter])], places.numel(), num_blocks)
         state.lengths[:-1] = context
         state.tables[:-1, :needed] = RESERVED + places % free
         try:

@@ -26,14 +26,14 @@ from outrider.model.kv_cache import BLOCK_SIZE, NULL_BLOCK, RESERVED, TRASH_BLOC
 from outrider.proposal import Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from outrider.config import Verification
     from outrider.draft.drafter import Drafter
     from outrider.engine.state import DeviceState
     from outrider.model.runner import Runner
 
-__all__ = ["Profiler", "nobodys_rows"]
+__all__ = ["FAR", "Profiler", "clear_blocks", "nobodys_rows"]
 
 logger = logging.getLogger("outrider")
 FORMAT = 1  # of the files that are kept
@@ -69,7 +69,6 @@ class Profiler:
         found = _recalled(file)
         if found is None:
             began = time.perf_counter()
-            self._clear(drafter)
             found = self._profiled(drafter)
             logger.info("rounds profiled in %.1f s", time.perf_counter() - began)
             _keep(file, found)
@@ -83,6 +82,9 @@ class Profiler:
         Raises:
             Exception: Whatever the drafter raises.
         """
+        if whole:
+            needed = self._num_rows * blocks_for(self._length(FAR) + self._most + 2)
+            clear_blocks((self._runner, drafter), min(needed, MOST_BLOCKS), self._num_blocks)
         work = {
             (num_rows, length): partial(self._guesses, drafter, self._rows(num_rows, NEAR, whole=whole), length)
             for num_rows in (self._rows_timed() if whole else [1])
@@ -163,13 +165,6 @@ class Profiler:
 
     # --- on which shapes
 
-    def _clear(self, drafter: Drafter) -> None:
-        """Put zeros where rows will look back: whatever lies there might not be numbers."""
-        most = self._num_rows * blocks_for(self._length(FAR) + self._most + 2)
-        blocks = list(range(RESERVED, RESERVED + min(most, self._num_blocks - RESERVED, MOST_BLOCKS)))
-        for keeper in (self._runner, drafter):
-            keeper.copy_blocks([NULL_BLOCK] * len(blocks), blocks)
-
     def _rows_timed(self) -> list[int]:
         return sorted({1, min(4, self._num_rows), self._num_rows})
 
@@ -187,6 +182,13 @@ class Profiler:
     def _identity(self, drafter: Drafter) -> list[Any]:
         sizes = self._num_rows, self._most, self._state.tokens.shape[1], str(self._verification)
         return [*sizes, _target_identity(self._runner), _drafter_identity(drafter)]
+
+
+def clear_blocks(keepers: Sequence[Runner | Drafter], count: int, num_blocks: int) -> None:
+    """Put zeros into the first blocks, where nobody's rows will look back: what lies there might not be numbers."""
+    blocks = list(range(RESERVED, min(RESERVED + count, num_blocks)))
+    for keeper in keepers:
+        keeper.copy_blocks([NULL_BLOCK] * len(blocks), blocks)
 
 
 def nobodys_rows(state: DeviceState, num_rows: int, length: int, room: int, num_blocks: int) -> Rows:
