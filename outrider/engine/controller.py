@@ -29,6 +29,7 @@ __all__ = ["Choice", "Controller", "Party", "RoundTimes", "Wish"]
 
 PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
 REFERENCE_SHARE = 0.005  # the same by plain rounds, where drafting seems to pay
+FIRST_REFERENCE = 32  # rounds before the first of these: a short text is better used
 PROBE_SLACK = 1.25  # a probe is as long as can be for so much more than the shortest one costs
 LOYALTY = 1.02  # what the last length is favoured by, so that the choice does not flicker
 CERTAIN = 3.0  # deviations between drafting and plain decoding beyond which no plain round is run to compare
@@ -153,6 +154,7 @@ class Controller:
         lengths = _lengths(party.most, longest)
         plan = _Plan(self.costs, party, wishes, [self._outlook(party, wish) for wish in wishes], lengths)
         plain = plan.worth(0, [])
+        self._owed_plain.setdefault(party.drafter, FIRST_REFERENCE * REFERENCE_SHARE * plan.seconds(0, []))
         best = max(
             (plan.worth(length, members) * (LOYALTY if length == self._last.get(party.drafter) else 1), length, members)
             for length in lengths
