@@ -1,7 +1,7 @@
-"""A minute of everything at once: 32 clients, every kind of request, one in ten hanging up in the middle.
+"""Everything at once: 32 clients, every kind of request, one in ten hanging up in the middle.
 
 Each answer must be what the library says alone and without speculation, however full the batch that it came from.
-A minute where OUTRIDER_SLOW_TESTS is set, a few seconds elsewhere.
+For a few seconds; OUTRIDER_LOAD_SECONDS=60 makes it a minute, which is how it was first run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLIENTS = 32
-SECONDS = 60.0 if os.environ.get("OUTRIDER_SLOW_TESTS") else 6.0
+SECONDS = float(os.environ.get("OUTRIDER_LOAD_SECONDS", "15"))
 MOST = 24  # tokens of a text
 PROMPTS = ["one two three one two", "abcabcabcabc", "Was it a car or a cat I saw?", "to be or not to be, to be or"]
 SCHEMA = {"enum": ["yes", "no", "perhaps"]}
@@ -113,7 +113,7 @@ async def looks(running: Running, end: float, tally: Tally) -> None:
         await asyncio.sleep(0.2)
 
 
-def test_a_minute_of_everything_at_once(tmp_path: Path) -> None:
+def test_everything_at_once(tmp_path: Path) -> None:
     target = tiny_target()
     folder = str(save(target, byte_tokenizer(), tmp_path / "target"))
     draft = str(save(tiny_draft(target, "noisy"), byte_tokenizer(), tmp_path / "draft"))
