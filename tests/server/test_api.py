@@ -89,6 +89,7 @@ def test_a_chat_is_the_librarys_text_streamed_or_not(server: Local, plain: LLM) 
 def test_usage_tells_what_speculation_did(server: Local) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0}
     names = ("generated_tokens", "draft_tokens", "accepted_tokens", "accepted_tokens_per_position")
+    server.post("/v1/completions", {**asked, "speculation": FIXED})  # a place is counted from its first guess on
     before = [counted(server, name) for name in names]
     auto = server.post("/v1/completions", asked).json()["usage"]
     off = server.post("/v1/completions", {**asked, "speculation": "off"}).json()["usage"]
@@ -197,7 +198,7 @@ def test_echo_gives_the_prompt_back_with_its_logprobs(server: Local, plain: LLM)
 
 
 def test_one_token_a_chunk_where_asked_for(server: Local, fresh: LLM) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0}
+    asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0, "speculation": FIXED}
     whole = server.post("/v1/completions", asked).json()
     rounds = server.events("/v1/completions", asked)
     with local(fresh, single_tokens=True) as other:
@@ -296,6 +297,7 @@ def test_a_prediction_drafts_and_changes_nothing(server: Local, plain: LLM) -> N
     expected = plain.chat(CHAT, params())[0]
     asked = {"messages": CHAT, "max_tokens": 24, "temperature": 0}
     body = {**asked, "prediction": {"type": "content", "content": expected.text}}
+    body["speculation"] = {"num_speculative_tokens": 5}
     answer = server.post("/v1/chat/completions", body).json()
     assert answer["choices"][0]["message"]["content"] == expected.text
     assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 5
