@@ -25,6 +25,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks import micro, real_model  # noqa: E402
+from benchmarks.growing import filled  # noqa: E402
 from benchmarks.peers import llama_cpp, ours, stock  # noqa: E402
 from benchmarks.record import heading, report, written  # noqa: E402
 from benchmarks.summary import Run, first_divergence  # noqa: E402
@@ -83,9 +84,7 @@ def _options() -> argparse.Namespace:
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
     fallbacks = QUICK if options.quick else {"tokens": 128, "repeats": 3, "passes": 15}
-    for name in ("tokens", "repeats", "passes"):
-        if getattr(options, name) is None:
-            setattr(options, name, fallbacks[name])
+    filled(options, {name: fallbacks[name] for name in ("tokens", "repeats", "passes")})
     if options.quick and not options.prompts:
         options.prompts = [line["name"] for line in real_model.lines()[-QUICK["prompts"] - 1 : -1]]
     return options

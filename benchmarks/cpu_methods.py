@@ -29,6 +29,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks import real_model  # noqa: E402
+from benchmarks.growing import filled  # noqa: E402
 from benchmarks.record import heading, written  # noqa: E402
 from benchmarks.summary import first_divergence, geometric_mean  # noqa: E402
 
@@ -141,9 +142,7 @@ def _options() -> argparse.Namespace:
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
     fallbacks = QUICK if options.quick else {"prompts": list(KINDS), "tokens": 128, "repeats": 3}
-    for name, value in fallbacks.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    filled(options, fallbacks)
     return options
 
 

@@ -31,6 +31,7 @@ if str(HERE.parent) not in sys.path:
 import torch  # noqa: E402
 
 from benchmarks.gpu_machine import driver, slug, versions  # noqa: E402
+from benchmarks.growing import filled  # noqa: E402
 from benchmarks.terminal import Console, Table  # noqa: E402
 from outrider import LLM, ConfigError, SamplingParams  # noqa: E402
 from outrider.proof.prompts import varied  # noqa: E402
@@ -201,9 +202,7 @@ def _options() -> argparse.Namespace:
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
     fallbacks = TINY if options.tiny else {"prompts": 200, "tokens": 64, "dtype": "bfloat16"}
-    for name, value in fallbacks.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    filled(options, fallbacks)
     return options
 
 

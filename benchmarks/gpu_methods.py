@@ -22,6 +22,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.gpu_machine import pair_options  # noqa: E402
+from benchmarks.growing import filled  # noqa: E402
 from benchmarks.method_figures import PLAIN, WAYS, Way, cell_of, draft_vocab, methods_table, round_bytes  # noqa: E402
 from benchmarks.stages import StagedRun  # noqa: E402
 from benchmarks.summary import first_divergence  # noqa: E402
@@ -169,9 +170,7 @@ def _options() -> argparse.Namespace:
     add("--limit-seconds", type=float, default=570, help="for everything; what does not fit is left out (570)")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
-    for name, value in (TINY if options.tiny else FULL).items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, value)
+    filled(options, TINY if options.tiny else FULL)
     options.work = options.work.expanduser().resolve()
     if options.tiny:
         options.work /= "tiny-methods"

@@ -35,6 +35,7 @@ from benchmarks.gpu_figures import (  # noqa: E402
     start_table,
 )
 from benchmarks.gpu_machine import has_compiled_kernels, pair_options  # noqa: E402
+from benchmarks.growing import filled  # noqa: E402
 from benchmarks.stages import StagedRun  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 
@@ -250,9 +251,7 @@ def _options() -> argparse.Namespace:
     add("--budget", type=float, default=575, help="seconds for everything; what does not fit is left out (575)")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
-    for name, value in (TINY if options.tiny else FULL).items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, value)
+    filled(options, TINY if options.tiny else FULL)
     if options.tiny:  # a CPU: as good as any
         options.also_drafts = []
     options.peer_contexts = options.peer_contexts or options.contexts[:1]

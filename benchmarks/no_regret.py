@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.gpu_machine import driver, slug, versions  # noqa: E402
+from benchmarks.growing import begun, filled, kept  # noqa: E402
 from benchmarks.mixed_pair import MixedPair, mixed_pair  # noqa: E402
 from benchmarks.regret_figures import AUTO, MIXED, PLAIN, Cell, cells, judged, regret_table, verdicts  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
@@ -85,23 +84,8 @@ class Run:
         self.began, self.date = time.time(), datetime.now(UTC)
         if options.threads:
             torch.set_num_threads(options.threads)
-        card = torch.cuda.get_device_name(0) if options.device == "cuda" else None
-        self.record: dict[str, Any] = {
-            "benchmark": "no_regret",
-            "date": self.date.isoformat(timespec="seconds"),
-            "versions": versions(),
-            "options": {key: value for key, value in vars(options).items() if key != "out"},
-            "temperature": TEMPERATURE,
-            "pairs": {},
-            "cells": [],
-            "skipped": [],
-        }
-        if card is None:
-            from benchmarks.record import machine
-
-            self.record["machine"] = machine(os.getloadavg())
-        else:
-            self.record |= {"card": card, "driver": driver()}
+        more: dict[str, Any] = {"temperature": TEMPERATURE, "pairs": {}, "cells": [], "skipped": []}
+        self.record = begun("no_regret", self.date, options, **more)
 
     @property
     def left(self) -> float:
@@ -199,13 +183,7 @@ class Run:
     def _keep(self) -> Path:
         """Write the record as it stands: after every cell, since a machine may be taken away in the next."""
         self.record["verdicts"] = verdicts(self.record["cells"])
-        self.record["seconds"] = time.time() - self.began
-        where = slug(str(self.record.get("card") or self.record["machine"]["cpu"]))
-        name = f"no_regret-{self.date:%Y-%m-%d}-{where}{'-quick' if self.options.quick else ''}.json"
-        path: Path = self.options.out or HERE / "records" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.record, indent=1, default=str) + "\n", encoding="utf-8")
-        return path
+        return kept(self.record, self.date, self.began, self.options)
 
 
 def turn(
@@ -289,9 +267,7 @@ def _options() -> argparse.Namespace:
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
     usual = ALWAYS | (CARD if options.device == "cuda" else CPU)
-    for name, value in (usual | (QUICK if options.quick else {})).items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, value)
+    filled(options, usual | (QUICK if options.quick else {}))
     options.work = options.work.expanduser().resolve() / ("quick" if options.quick else "")
     options.work.mkdir(parents=True, exist_ok=True)
     return options

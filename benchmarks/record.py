@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
@@ -17,7 +16,7 @@ import torch
 from benchmarks import micro, tables
 from benchmarks.peers import llama_cpp, ours, stock
 from benchmarks.real_model import MODEL_PACKAGE
-from benchmarks.summary import Goal, Run, Spread, best_of, cells, judged, paired_ratios, speculation
+from benchmarks.summary import Goal, Run, Spread, best_of, cells, jsonable, judged, paired_ratios, speculation
 
 if TYPE_CHECKING:
     import argparse
@@ -160,16 +159,3 @@ def _version(name: str) -> str:
 def record_name(benchmark: str, began: datetime, quick: bool) -> str:
     cpu = re.sub(r"[^a-z0-9]+", "-", _cpu().lower()).strip("-")
     return f"{benchmark}-{began:%Y-%m-%d}-{cpu}{'-quick' if quick else ''}.json"
-
-
-def jsonable(value: Any) -> Any:
-    """JSON has no NaN and no keys but strings."""
-    if isinstance(value, Spread):
-        value = asdict(value)
-    if isinstance(value, dict):
-        return {str(key): jsonable(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(one) for one in value]
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    return value

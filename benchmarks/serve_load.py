@@ -35,6 +35,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.gpu_machine import pair_options, slug  # noqa: E402
+from benchmarks.growing import filled  # noqa: E402
 from benchmarks.load_contestants import Contestant, Offline, Served, Workload  # noqa: E402
 from benchmarks.load_figures import (  # noqa: E402
     OFFLINE,
@@ -287,9 +288,7 @@ def _options() -> argparse.Namespace:
     add("--budget", type=float, default=7200, help="seconds for everything; what does not fit is left out (7200)")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
-    for name, value in (QUICK if options.quick else PAIR if options.pair else FULL).items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    filled(options, QUICK if options.quick else PAIR if options.pair else FULL)
     options.target = options.target or ("tiny" if options.quick else "llama-3.1-8b")
     options.draft = options.draft or ("tiny" if options.quick else "llama-3.2-1b")
     options.tiny = options.quick

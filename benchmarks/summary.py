@@ -23,6 +23,7 @@ __all__ = [
     "cells",
     "first_divergence",
     "geometric_mean",
+    "jsonable",
     "judged",
     "paired_ratios",
     "speculation",
@@ -243,3 +244,16 @@ def _goal(kind: str, name: str, bound: float, prompts: Sequence[str], ratios: di
     combine = _worst if kind == "never slower" else geometric_mean
     value = combine(ratios[prompt] for prompt in prompts) if complete else None
     return Goal(name, GOALS[kind], bound, at_least=True, value=value, by_prompt=ratios)
+
+
+def jsonable(value: Any) -> Any:
+    """JSON has no NaN and no keys but strings."""
+    if isinstance(value, Spread):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {str(key): jsonable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(one) for one in value]
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return value

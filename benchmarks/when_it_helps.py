@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.gpu_machine import driver, slug, versions  # noqa: E402
+from benchmarks.growing import begun, filled, kept  # noqa: E402
 from benchmarks.help_figures import LINES, draw, line_table, point  # noqa: E402
 from benchmarks.mixed_pair import mixed_pair  # noqa: E402
 from benchmarks.no_regret import turn  # noqa: E402
@@ -83,21 +82,9 @@ class Run:
     """One run: its lines, and the record that grows with them."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
-        import torch
-
-        from benchmarks.record import machine
-
         self.options, self.console = options, console
         self.began, self.date = time.time(), datetime.now(UTC)
-        on_card = options.device == "cuda"
-        self.record: dict[str, Any] = {
-            "benchmark": "when_it_helps",
-            "date": self.date.isoformat(timespec="seconds"),
-            "versions": versions(),
-            "options": {key: value for key, value in vars(options).items() if key not in ("out", "plot", "plots")},
-            "machine": machine(os.getloadavg()),
-            "lines": {},
-        } | ({"card": torch.cuda.get_device_name(0), "driver": driver()} if on_card else {})
+        self.record = begun("when_it_helps", self.date, options, lines={})
 
     def run(self) -> None:
         """Measure all lines that were asked for; what was measured is kept, whatever happens."""
@@ -230,15 +217,7 @@ class Run:
         )  # fmt: skip
 
     def _keep(self) -> Path:
-        from benchmarks.record import jsonable
-
-        self.record["seconds"] = time.time() - self.began
-        where = slug(str(self.record.get("card") or self.record["machine"]["cpu"]))
-        name = f"when_it_helps-{self.date:%Y-%m-%d}-{where}{'-quick' if self.options.quick else ''}.json"
-        path: Path = self.options.out or HERE / "records" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(jsonable(self.record), indent=1, default=str) + "\n", encoding="utf-8")
-        return path
+        return kept(self.record, self.date, self.began, self.options)
 
 
 def _passes(target: str, draft: str) -> dict[str, float]:
@@ -271,9 +250,7 @@ def _options() -> argparse.Namespace:
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")
     options = parser.parse_args()
     usual = ALWAYS | (CARD if options.device == "cuda" else CPU)
-    for name, value in (usual | (QUICK if options.quick else {})).items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, value)
+    filled(options, usual | (QUICK if options.quick else {}))
     if options.plot is not None and options.plots is None:
         options.plots = HERE.parent / "docs" / "plots"
     options.work = options.work.expanduser().resolve() / ("quick" if options.quick else "")

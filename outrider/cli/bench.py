@@ -15,7 +15,8 @@ from typer import Argument, Option
 from outrider.bench.plan import Plan, engine_arguments, whole_numbers
 from outrider.bench.questions import BUILTIN, read_questions, spread
 from outrider.bench.trials import Budget
-from outrider.cli.console import FAILED, INTERRUPTED, reported, say, turns
+from outrider.cli.bench_run import measured
+from outrider.cli.console import FAILED, INTERRUPTED, reported, say
 from outrider.cli.options import SAMPLING, STOPPING, ModelOptions
 from outrider.cli.show import wants_colour
 from outrider.config import Method, methods_of
@@ -200,15 +201,8 @@ def _measure_local(options: BenchOptions, model: ModelOptions, questions: list[Q
     from outrider.bench.report import prompt_facts, report_of
 
     model.use_threads()
-    run, interrupted = LocalBench(jobs, questions, plan, peers=options.peer), False
-    with turns(len(run.settings) * plan.repeats, quiet=options.quiet) as run.tell:
-        try:
-            run.measure()
-        except KeyboardInterrupt:
-            if not run.outcome.trials:
-                raise
-            interrupted = True
-            run.outcome.notes.append("interrupted: this is what was measured until then")
+    run = LocalBench(jobs, questions, plan, peers=options.peer)
+    interrupted = measured(run, plan.repeats, quiet=options.quiet)
     told = prompt_facts(options.dataset, run.prompts)
     return report_of(run.outcome, run.settings, plan, run.facts, told), interrupted
 

@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.console import turns
+from outrider.cli.bench_run import measured
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,15 +39,8 @@ def measure_url(options: BenchOptions, model: ModelOptions, questions: list[Ques
     server = connect(options.url, os.environ.get(KEY_VARIABLE), options.served_model, count)
     from outrider.bench.report import prompt_facts, report_of
 
-    run, interrupted = RemoteBench(server, questions, plan), False
-    with turns(len(run.settings) * plan.repeats, quiet=options.quiet) as run.tell:
-        try:
-            run.measure()
-        except KeyboardInterrupt:
-            if not run.outcome.trials:
-                raise
-            interrupted = True
-            run.outcome.notes.append("interrupted: this is what was measured until then")
+    run = RemoteBench(server, questions, plan)
+    interrupted = measured(run, plan.repeats, quiet=options.quiet)
     if not server.ours:
         run.outcome.notes.append(
             "whether this server speculates is not to be seen from here: measure it a second time with its speculation "
