@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Agreement", "Outlook", "Reputation"]
 
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 2.0  # of a drafter of which nothing was seen yet: hope, so that it is tried
-LEANING_WEIGHT = 1.0  # evidence that the place before counts for, in the estimate of a place after the first
+LEANING_WEIGHT = 8.0  # rounds that the place before counts for, in the estimate of a place after the first
 FAST, SLOW = 0.95, 0.995  # weight that the past of all sequences keeps with each row's guesses
 LOSS_MEMORY = 0.98  # the same in how well views foretold
 REST_MEMORY, REST_WEIGHT = 0.98, 4.0  # with each round without; no further down than to so much evidence
@@ -130,6 +130,7 @@ class Reputation:
     """
 
     def __init__(self) -> None:
+        self.num_rounds = 0  # that were taken in
         self._seen = {memory: _Evidence(FIRST_CHANCE, FIRST_WEIGHT) for memory in (FAST, SLOW)}
         self._depths: dict[int, int] = {}  # of trees: nodes asked for -> places reached
         self._losses = [0.0] * len(VIEWS)
@@ -159,6 +160,7 @@ class Reputation:
 
     def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float]) -> None:
         """Take in one row of a round, and how likely each view held its first guess to be right."""
+        self.num_rounds += 1
         for memory, seen in self._seen.items():
             self._chances[memory] = []
             seen.fade(memory)
@@ -178,9 +180,17 @@ class Agreement:
     def __init__(self, reputation: Reputation) -> None:
         self._reputation = reputation
         self._own = {view.own: _Evidence() for view in VIEWS}
+        self._last: tuple[tuple[int, int], Outlook] | None = None  # stands until something is learned or forgotten
 
     def outlook(self, most: int) -> Outlook:
-        """Say what to expect of up to `most` guesses in a chain, or places of a tree.
+        """Say what to expect of up to `most` guesses in a chain, or places of a tree."""
+        key = most, self._reputation.num_rounds
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._outlook(most)
+        return self._last[1]
+
+    def _outlook(self, most: int) -> Outlook:
+        """Read the evidence.
 
         A place leans on the one before it, as far as the drafter's reputation falls from that one to this: guesses that
         came far go on agreeing (a copied passage), so one number for all places would cut chains too short.
@@ -214,3 +224,4 @@ class Agreement:
         for own in self._own.values():
             if own.weight > REST_WEIGHT:
                 own.fade(REST_MEMORY)
+                self._last = None

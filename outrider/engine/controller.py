@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from outrider.engine.agreement import Agreement, Outlook, Reputation
-from outrider.engine.cost import CHAIN, DRAFT_LENGTHS, PassShape, RoundCosts
+from outrider.engine.cost import CHAIN, PassShape, RoundCosts
+from outrider.engine.weighing import Weighing, weighed_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -30,9 +31,9 @@ __all__ = ["Choice", "Controller", "Party", "RoundTimes", "Wish"]
 PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
 REFERENCE_SHARE = 0.005  # the same by plain rounds, where drafting seems to pay
 FIRST_REFERENCE = 32  # rounds before the first of these: a short text is better used
-PROBE_SLACK = 1.25  # a probe is as long as can be for so much more than the shortest one costs
 LOYALTY = 1.02  # what the last length is favoured by, so that the choice does not flicker
 CERTAIN = 3.0  # deviations between drafting and plain decoding beyond which no plain round is run to compare
+STANDS = 8  # rounds for which it is not asked anew, while nobody guesses, whether anybody should
 SOONEST_END = 64  # tokens that a text is expected to go on for, at least, if it may
 
 
@@ -142,6 +143,7 @@ class Controller:
         self._last: dict[str, int] = {}  # by drafter, the length chosen last
         self._owed: dict[str, float] = {}  # by drafter, seconds that probes lost and time has not earned again
         self._owed_plain: dict[str, float] = {}
+        self._settled: dict[str, tuple[list[int], int]] = {}  # by drafter, who was not to guess, and since when
         self._turn, self._trusted = 0, 1  # whose turn it is to be tried, and how many at once
 
     # --- before a round
@@ -151,8 +153,10 @@ class Controller:
         longest = max((wish.most for wish in wishes), default=0)
         if longest <= 0:
             return Choice([0] * len(wishes))
-        lengths = _lengths(party.most, longest)
-        plan = _Plan(self.costs, party, wishes, [self._outlook(party, wish) for wish in wishes], lengths)
+        if self._stands(party, wishes):
+            return Choice(self._dealt(party, wishes, 0, []))
+        lengths = weighed_lengths(party.most, longest)
+        plan = Weighing(self.costs, party, wishes, [self._outlook(party, wish) for wish in wishes], lengths)
         plain = plan.worth(0, [])
         self._owed_plain.setdefault(party.drafter, FIRST_REFERENCE * REFERENCE_SHARE * plan.seconds(0, []))
         best = max(
@@ -176,13 +180,26 @@ class Controller:
         elif length and self._doubtful(party, length, worth / plain):
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
             length, members, reference = 0, [], True
+        self._settled[party.drafter] = [id(wish.sequence) for wish in wishes], STANDS if members else 0
+        return Choice(self._dealt(party, wishes, length, members), probe, reference)
+
+    def _stands(self, party: Party, wishes: Seq[Wish]) -> bool:
+        """Whether these rows were not to guess a moment ago; without guesses there is nothing new to think about."""
+        rows, rounds = self._settled.get(party.drafter, ([], STANDS))
+        if rounds >= STANDS or self._owed.get(party.drafter, 0.0) <= 0 or rows != [id(one.sequence) for one in wishes]:
+            return False
+        self._settled[party.drafter] = rows, rounds + 1
+        return True
+
+    def _dealt(self, party: Party, wishes: Seq[Wish], length: int, members: Seq[int]) -> list[int]:
+        """Give each row its guesses; the others rest."""
         chosen = [0] * len(wishes)
         for place in members:
             chosen[place] = min(length, wishes[place].most)
         for wish, own in zip(wishes, chosen, strict=True):
             if not own:
                 self._agreement(party.drafter, wish.sequence).rest()
-        return Choice(chosen, probe, reference)
+        return chosen
 
     def _doubtful(self, party: Party, length: int, ratio: float) -> bool:
         """Whether it is time to run a plain round, to see that drafting is indeed worth more."""
@@ -243,97 +260,3 @@ class Controller:
         """Greedy and drawn text are two: guesses for the one say little of guesses for the other."""
         key = drafter, sequence.request.params.temperature > 0
         return self._reputations.setdefault(key, Reputation())
-
-
-def _lengths(most: int, longest: int) -> list[int]:
-    """Give the lengths to choose from: those that are captured on a card, up to the first that is long enough."""
-    every = sorted({length for length in (*DRAFT_LENGTHS, most) if length})
-    return [length for place, length in enumerate(every) if place == 0 or every[place - 1] < longest]
-
-
-class _Plan:
-    """Weighs one round's possibilities."""
-
-    def __init__(
-        self, costs: RoundCosts, party: Party, wishes: Seq[Wish], outlooks: Seq[Outlook], lengths: list[int]
-    ) -> None:
-        self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
-        self._lengths = lengths
-        # What is to be read first is spread over all that the row is still to say. On a card rows are read together.
-        together = max(1, sum(wish.lag > 0 for wish in wishes) if party.inside else 1)
-        self._lags = [costs.feed_seconds(party.drafter, wish.lag) / wish.left / together for wish in wishes]
-
-    def memberships(self, length: int) -> list[list[int]]:
-        """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
-        if self._party.inside:
-            return [list(range(len(self._wishes)))]
-        order = sorted(range(len(self._wishes)), key=lambda row: -self._gain(row, length))
-        counts, count = {len(order)}, len(order)
-        while count > 1:
-            count = (count + 1) // 2
-            counts.add(count)
-        return [order[:count] for count in sorted(counts)]
-
-    def worth(self, length: int, members: Seq[int]) -> float:
-        """Tokens a second."""
-        tokens, reading = float(self._party.num_rows), 0.0
-        for row in members:
-            gain = self._gain(row, length)
-            tokens += gain
-            reading += self._lags[row] * (1 + gain)
-        return tokens / (self.seconds(length, members) + reading)
-
-    def seconds(self, length: int, members: Seq[int]) -> float:
-        """Seconds of the round, without what is to be read before."""
-        party, costs = self._party, self._costs
-        drafting = costs.draft_seconds(party.drafter, len(members), length, drawn=party.drawn)
-        floor = party.floor
-        if not party.narrows or length <= floor:
-            return drafting + costs.pass_seconds(party.shape(max(length, floor)))
-        begin, seconds = floor, costs.pass_seconds(party.shape(floor))
-        taken = drafting + seconds
-        for end in self._lengths:
-            if begin < end <= length:
-                wider = costs.pass_seconds(party.shape(end))
-                taken += (wider - seconds) * self._reached(begin + 1, members)
-                begin, seconds = end, wider
-        return taken
-
-    def probe_length(self) -> int:
-        """As many guesses as cost hardly more than one does."""
-        everybody = range(len(self._wishes))
-        plain = self.seconds(0, [])
-        least = self.seconds(self._lengths[0], everybody) - plain
-        most = PROBE_SLACK * max(least, 0.0)
-        return max(
-            (one for one in self._lengths if self.seconds(one, everybody) - plain <= most), default=self._lengths[0]
-        )
-
-    def with_tried(self, members: Seq[int], turn: int, count: int) -> list[int]:
-        """Add those that are to be tried: `count` rows more, and all that cost hardly more than that."""
-        others = [row for row in range(len(self._wishes)) if row not in members]
-        begin = turn % len(others)
-        tried = [*others[begin:], *others[:begin]][:count]
-        least = self.seconds(self._lengths[0], tried) - self.seconds(0, []) + sum(map(self._reading, tried))
-        most = (PROBE_SLACK - 1) * least / len(others)
-        return [*members, *tried, *(row for row in others if row not in tried and self._reading(row) <= most)]
-
-    def _reading(self, row: int) -> float:
-        """Seconds until a row's drafter has read what it lacks; on a card all rows' are read together."""
-        return 0.0 if self._party.inside else self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag)
-
-    def _gain(self, row: int, length: int) -> float:
-        """Guesses of a row that will be right; a text that ends with them saves about half a round, too."""
-        gain = self._outlooks[row].gain
-        last = len(gain) - 1
-        if length < last or last == 0 or last < self._wishes[row].ends_with:
-            return gain[min(length, last)]
-        return gain[last] + (gain[last] - gain[last - 1]) * (1 + gain[last]) / 2
-
-    def _reached(self, place: int, members: Seq[int]) -> float:
-        """The chance that any of these rows guesses as far as a place."""
-        none = 1.0
-        for row in members:
-            wide = self._outlooks[row].wide
-            none *= 1 - wide[place] if place < len(wide) else 1.0
-        return 1 - none

@@ -1,0 +1,120 @@
+"""What a round would give and cost with this or that many guesses, for these or those rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outrider.engine.cost import DRAFT_LENGTHS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from outrider.engine.agreement import Outlook
+    from outrider.engine.controller import Party, Wish
+    from outrider.engine.cost import RoundCosts
+
+__all__ = ["Weighing", "weighed_lengths"]
+
+PROBE_SLACK = 1.25  # a probe is as long as can be for so much more than the shortest one costs
+
+
+def weighed_lengths(most: int, longest: int) -> list[int]:
+    """Give the lengths to choose from: those that are captured on a card, up to the first that is long enough."""
+    every = sorted({length for length in (*DRAFT_LENGTHS, most) if length})
+    return [length for place, length in enumerate(every) if place == 0 or every[place - 1] < longest]
+
+
+class Weighing:
+    """Weighs one round's possibilities."""
+
+    def __init__(
+        self, costs: RoundCosts, party: Party, wishes: Seq[Wish], outlooks: Seq[Outlook], lengths: list[int]
+    ) -> None:
+        self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
+        self._lengths = lengths
+        # What is to be read first is spread over all that the row is still to say. On a card rows are read together.
+        together = max(1, sum(wish.lag > 0 for wish in wishes) if party.inside else 1)
+        self._lags = [costs.feed_seconds(party.drafter, wish.lag) / wish.left / together for wish in wishes]
+        self._passes: dict[int, float] = {}  # by guesses: asked for again and again
+
+    def memberships(self, length: int) -> list[list[int]]:
+        """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
+        if self._party.inside:
+            return [list(range(len(self._wishes)))]
+        order = sorted(range(len(self._wishes)), key=lambda row: -self._gain(row, length))
+        counts, count = {len(order)}, len(order)
+        while count > 1:
+            count = (count + 1) // 2
+            counts.add(count)
+        return [order[:count] for count in sorted(counts)]
+
+    def worth(self, length: int, members: Seq[int]) -> float:
+        """Tokens a second."""
+        tokens, reading = float(self._party.num_rows), 0.0
+        for row in members:
+            gain = self._gain(row, length)
+            tokens += gain
+            reading += self._lags[row] * (1 + gain)
+        return tokens / (self.seconds(length, members) + reading)
+
+    def seconds(self, length: int, members: Seq[int]) -> float:
+        """Seconds of the round, without what is to be read before."""
+        party, costs = self._party, self._costs
+        drafting = costs.draft_seconds(party.drafter, len(members), length, drawn=party.drawn)
+        floor = party.floor
+        if not party.narrows or length <= floor:
+            return drafting + self._pass(max(length, floor))
+        begin, seconds = floor, self._pass(floor)
+        taken = drafting + seconds
+        for end in self._lengths:
+            if begin < end <= length:
+                wider = self._pass(end)
+                taken += (wider - seconds) * self._reached(begin + 1, members)
+                begin, seconds = end, wider
+        return taken
+
+    def _pass(self, length: int) -> float:
+        if length not in self._passes:
+            self._passes[length] = self._costs.pass_seconds(self._party.shape(length))
+        return self._passes[length]
+
+    def probe_length(self) -> int:
+        """As many guesses as cost hardly more than one does."""
+        everybody = range(len(self._wishes))
+        plain = self.seconds(0, [])
+        least = self.seconds(self._lengths[0], everybody) - plain
+        most = PROBE_SLACK * max(least, 0.0)
+        return max(
+            (one for one in self._lengths if self.seconds(one, everybody) - plain <= most), default=self._lengths[0]
+        )
+
+    def with_tried(self, members: Seq[int], turn: int, count: int) -> list[int]:
+        """Add those that are to be tried: `count` rows more, and all that cost hardly more than that."""
+        others = [row for row in range(len(self._wishes)) if row not in members]
+        begin = turn % len(others)
+        tried = [*others[begin:], *others[:begin]][:count]
+        least = self.seconds(self._lengths[0], tried) - self.seconds(0, []) + sum(map(self._reading, tried))
+        most = (PROBE_SLACK - 1) * least / len(others)
+        return [*members, *tried, *(row for row in others if row not in tried and self._reading(row) <= most)]
+
+    def _reading(self, row: int) -> float:
+        """Seconds until a row's drafter has read what it lacks; on a card all rows' are read together."""
+        return 0.0 if self._party.inside else self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag)
+
+    def _gain(self, row: int, length: int) -> float:
+        """Guesses of a row that will be right; a text that ends with them saves about half a round, too."""
+        gain = self._outlooks[row].gain
+        last = len(gain) - 1
+        if length < last or last == 0 or last < self._wishes[row].ends_with:
+            return gain[min(length, last)]
+        return gain[last] + (gain[last] - gain[last - 1]) * (1 + gain[last]) / 2
+
+    def _reached(self, place: int, members: Seq[int]) -> float:
+        """The chance that any of these rows guesses as far as a place."""
+        none = 1.0
+        for row in members:
+            wide = self._outlooks[row].wide
+            none *= 1 - wide[place] if place < len(wide) else 1.0
+            if not none:
+                break
+        return 1 - none
