@@ -248,6 +248,7 @@ def tune(
             elif (product.kind, bucket) not in unknown:
                 unknown[product.kind, bucket] = product, rows, residual
                 coming.append((product, rows, residual, choices_for(product, bucket)))
-    compile_ahead(coming, along)
+    # Where all tilings are known, an earlier process compiled them here.
+    compile_ahead(coming, along, anew=bool(unknown))
     for (_, bucket), (product, rows, residual) in unknown.items():
         product.choose(bucket, fastest(product, rows, residual=residual))

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outrider.kernels.compilers import compile_apart, wanted_by
 from outrider.kernels.tiles import Tiles, bucket_of, candidates
 
 if TYPE_CHECKING:
@@ -121,11 +123,15 @@ def _copies(product: Product) -> list[Product]:
 
 
 def compile_ahead(
-    wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]], along: Sequence[Callable[[], object]] = ()
+    wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]],
+    along: Sequence[Callable[[], object]] = (),
+    *,
+    anew: bool = False,
 ) -> None:
     """Compile tilings of (product, number of rows, whether a residual is added), and whatever else, many at a time.
 
-    Most of a first start on a machine is compiling, and much of that is spent outside of Python's lock.
+    Most of a first start on a machine is compiling. `anew`: little of it is in Triton's cache yet, so that processes
+    for it are worth their start.
     """
     jobs: dict[Any, tuple[Product, int, bool, Tiles]] = {}
     for product, num_rows, residual, choices in wanted:
@@ -133,6 +139,10 @@ def compile_ahead(
         for tiles in choices:
             jobs[product.kind, bucket_of(num_rows), tiles] = product, num_rows, residual, tiles
     work: list[Callable[[], object]] = [*along, *(partial(_compiles, *job) for job in jobs.values())]
+    if anew:
+        began = time.perf_counter()
+        count = compile_apart(wanted_by(work))
+        logger.info("%d kernels compiled in other processes in %.1f s", count, time.perf_counter() - began)
     with ThreadPoolExecutor(max(1, min(len(work), os.cpu_count() or 1))) as pool:
         for done in [pool.submit(one) for one in work]:
             if (error := done.exception()) is not None:  # it will be met again, where it is dealt with
