@@ -237,6 +237,9 @@ def test_a_profile_is_kept_for_later_starts(tmp_path: Path, monkeypatch: pytest.
         assert controller is not None and controller.costs.pass_seconds(PassShape(1, 0)) == 77.0
     paired(tmp_path, monkeypatch, max_num_seqs=3).close()
     assert len(kept()) == 2
+    monkeypatch.setattr("outrider.engine.profile.MOST_KEPT", 2)
+    paired(tmp_path, monkeypatch, max_num_seqs=4).close()
+    assert len(kept()) == 2 and file not in kept()  # the oldest made room
     for damage in ("{", "[]", json.dumps({**record, "passes": {CHAIN: {"cells": [[1, 0, "x"]], "stepped": False}}})):
         file.write_text(damage)
         with paired(tmp_path, monkeypatch) as llm:

@@ -41,6 +41,7 @@ BUDGET = 1.0  # seconds for each of the four things that are timed; what nothing
 TURNS = 3
 FAR = 1024  # cached tokens of a second look, for what context costs
 MOST_BLOCKS = 2048  # of the cache that are written for this
+MOST_KEPT = 256  # profiles on disk, the newest: each kind of engine and each new version leaves one
 FED = 16, 128  # tokens that a drafter is let read, to see what that takes
 
 
@@ -312,5 +313,8 @@ def _keep(file: Path, costs: RoundCosts) -> None:
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps({**record, "feeds": costs.feeds}) + "\n", encoding="utf-8")
         part.replace(file)
+        newest = sorted(file.parent.glob("*.json"), key=lambda one: one.stat().st_mtime, reverse=True)
+        for old in newest[MOST_KEPT:]:
+            old.unlink(missing_ok=True)
     except OSError as error:
         logger.debug("the profile is not kept: %s", error)
