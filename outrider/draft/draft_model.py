@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from outrider.draft.catching_up import runs
 from outrider.draft.chain import Chain
+from outrider.draft.confidence import Confidence
 from outrider.draft.drafter import WithCache
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.sampling.upload import upload
@@ -66,6 +67,8 @@ class DraftModelDrafter(WithCache):
         self._target_vocab_size = target_vocab_size
         self._shared_vocab_size = shared_vocab_size
         self.makes_trees = self._shape is not None
+        self._confidence = Confidence()
+        self.num_steps = 0  # of the last chain, where it might have stopped
 
     def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Make a chain's passes fast: of the first few tokens a row, then of one."""
@@ -93,11 +96,14 @@ class DraftModelDrafter(WithCache):
             self._cached[slot] = begin + count
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
-        """Generate `num_tokens` tokens a row, by the row's own sampling parameters and prefix; or a tree of them."""
+        """Generate `num_tokens` tokens a row, by the row's own sampling parameters and prefix; or a tree of them.
+
+        Fewer, where more would not pay: as far as `rows.least` asks for that.
+        """
         if self._shape is not None and not rows.independent:
             return self._tree(self._shape, rows, num_tokens)
         device = self.runner.device
-        chain, tables = Chain(rows, device), rows.tables.to(device)
+        chain, tables = Chain(rows, device, self._confidence), rows.tables.to(device)
         positions = (chain.lengths - torch.arange(self._fed_first, 0, -1, device=device)).clamp(min=0)
         context = max(rows.host_lengths)
         for step in range(num_tokens):
@@ -105,7 +111,10 @@ class DraftModelDrafter(WithCache):
             logits = self.runner.forward(fed, positions, tables, context + step, rows.start)[:, -1:]
             chain.add(self._widened(logits))
             positions = chain.lengths + step  # of the guess
-        counted = torch.full_like(chain.lengths[:, 0], num_tokens)
+            if not chain.goes_on:
+                break
+        self.num_steps = chain.num_guesses if rows.least > 0 else 0
+        counted = torch.full_like(chain.lengths[:, 0], chain.num_guesses)
         return chain.proposal(counted, num_tokens, self._target_vocab_size).to(rows.lengths.device)
 
     def kept(self, slot: int) -> int:
@@ -119,6 +128,7 @@ class DraftModelDrafter(WithCache):
         """
         for slot, length, right in zip(slots, lengths, accepted, strict=True):
             self._cached[slot] = length if self.makes_trees else length - 1 + right
+            self._confidence.learn(slot, right)
 
     def _tree(self, shape: TreeShape, rows: DraftRows, num_tokens: int) -> Proposal:
         """Grow a tree; its root is the last committed token, fed once more with the nodes after it."""
