@@ -122,6 +122,11 @@ class ServeOptions:
     header_seconds: Annotated[
         float, Option(help="How long a request's head may take to arrive.", rich_help_panel=LIMITS)
     ] = ServerSettings.header_seconds
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Option(metavar="URL", help="Collector that a span of each request goes to (OTLP over HTTP).",
+               show_default="OTEL_EXPORTER_OTLP_ENDPOINT, else none", rich_help_panel=NETWORK),
+    ] = None  # fmt: skip
     verify_rate: Annotated[
         float,
         Option(help="Share of texts, 0 to 1, to run again without guesses while idle, and compare.",
@@ -210,6 +215,9 @@ def serve(server: ServeOptions, model: ModelOptions) -> None:
         mention_config(model.config)
         model.arguments()  # what is wrong with them is said before the port is taken
         from outrider.server.binding import bound
+        from outrider.server.tracing import traces_to
+
+        tracing = traces_to(server.otlp_traces_endpoint)
 
         taken = bound(settings.host, settings.port)
         signal.signal(signal.SIGTERM, _stopped)  # until the server has handlers of its own
@@ -220,7 +228,7 @@ def serve(server: ServeOptions, model: ModelOptions) -> None:
             raise ConfigError(
                 f"serving needs packages that are not installed ({error.name}): pip install 'outrider[server]'"
             ) from None
-        code = run(taken, settings, partial(model.load, share_prefixes=server.share_prefixes), say)
+        code = run(taken, settings, partial(model.load, share_prefixes=server.share_prefixes), say, tracing)
     sys.stdout.flush()
     if code:
         raise typer.Exit(code)

@@ -22,6 +22,7 @@ from outrider.server.gate import Gate
 from outrider.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.responses import ResponseAnswer, ResponsesRequest, chat_request
 from outrider.server.sampling import checked_count, drafting_of
+from outrider.server.tracing import Origin
 from outrider.server.unknown import checked_fields
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def make_app(service: Service) -> Any:
     app = FastAPI(
         title="Outrider", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json",
         redirect_slashes=False,
+        # What FastAPI would trace by itself knows queries and bodies; `tracing.py` says what is told. (Releases without
+        # it take the name and leave it at that.)
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )  # fmt: skip
     routes = _Routes(service)
     for path, endpoint in (("/live", routes.live), ("/ready", routes.ready), ("/health", routes.ready)):
@@ -171,7 +175,10 @@ class _Routes:
         async def given() -> list[str | list[int]]:
             return prompts
 
-        call = await service.call(given, params, request.state.key, method=method, num_prompts=len(prompts))
+        origin = Origin("text_completion", bool(asked.stream), request.headers)
+        call = await service.call(
+            given, params, request.state.key, method=method, num_prompts=len(prompts), origin=origin
+        )
         return await self._answer(request, call, CompletionAnswer(asked, call, service.model), asked.stream, ignored)
 
     async def responses(self, request: Request, asked: Annotated[ResponsesRequest, Body()]) -> Response:
@@ -210,7 +217,8 @@ class _Routes:
         async def given() -> list[str | list[int]]:
             return [await rendered(service, messages, asked.tools or [])]
 
-        return await service.call(given, params, request.state.key, method=method)
+        origin = Origin("chat", bool(asked.stream), request.headers)
+        return await service.call(given, params, request.state.key, method=method, origin=origin)
 
     def _checked(self, asked: ChatRequest | CompletionRequest) -> list[str]:
         ignored = checked_fields(asked, strict=self._service.settings.strict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from outrider.outputs import StreamChunk
     from outrider.server.admission import Ticket
     from outrider.server.service import Service
+    from outrider.server.tracing import RequestSpan
     from outrider.server.worker import EngineWorker, Job
 
 __all__ = ["Call"]
@@ -28,18 +30,24 @@ class Call:
         worker: Runs them.
         ticket: Its places, given back when it is closed.
         service: Whose it is.
+        span: Tells its way, and is ended with it.
+
+    Attributes:
+        jobs: Its jobs.
+        answer_id: What the client knows the answer by, once that has a name.
     """
 
-    def __init__(self, worker: EngineWorker, ticket: Ticket, service: Service) -> None:
-        self._worker, self._ticket, self._service = worker, ticket, service
+    def __init__(self, worker: EngineWorker, ticket: Ticket, service: Service, span: RequestSpan | None = None) -> None:
+        self._worker, self._ticket, self._service, self._span = worker, ticket, service, span
         self.jobs: list[Job] = []
+        self.answer_id: str | None = None
         self._waiting: deque[tuple[int, StreamChunk]] = deque()
         self._news = asyncio.Event()
         self._error: ApiError | None = None
         self._unread = 0
         self._bounded = False
         self._closed = False
-        self._counted: set[tuple[int, int]] = set()
+        self._reasons: dict[tuple[int, int], str] = {}  # of texts that ended by themselves
 
     def add(self, job: Job) -> None:
         """Add a job, not yet begun."""
@@ -90,13 +98,12 @@ class Call:
             if self._error is not None:
                 raise self._error
             if clock() > deadline:
-                raise expired(seconds)
+                self.fail(expired(seconds))
+                continue
             self._news.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._news.wait()
-            except TimeoutError:
-                raise expired(seconds) from None
 
     def fail(self, error: ApiError) -> None:
         """End it with an error, after what it was given already."""
@@ -113,8 +120,10 @@ class Call:
             if not job.done:
                 self._worker.abort(job)
             for sequence in job.sequences:
-                if (place, sequence.index) not in self._counted:
+                if (place, sequence.index) not in self._reasons:
                     self._service.metrics.finished(sequence.stats)
+        if self._span is not None:
+            self._span.ended(self.jobs, self._reasons, self._error, self.answer_id)
         self._ticket.close()
         self._service.closed(self)
 
@@ -125,8 +134,8 @@ class Call:
         for chunk in chunks:
             self._unread += _size(chunk)
             self._waiting.append((place, chunk))
-            if chunk.stats is not None:
-                self._counted.add((place, chunk.index))
+            if chunk.finish_reason is not None and chunk.stats is not None:
+                self._reasons[place, chunk.index] = chunk.finish_reason
                 self._service.metrics.finished(chunk.stats)
         if error is not None:
             self.fail(error)

@@ -105,7 +105,8 @@ class ChatAnswer:
         self._asked, self._call = asked, call
         self._ledger = Ledger(call, model)
         self._tokens = TokenTexts(model.llm.tokenizer)
-        self._base = {"id": new_id("chatcmpl"), "created": created(), "model": model.name}
+        self._base: dict[str, Any] = {"id": new_id("chatcmpl"), "created": created(), "model": model.name}
+        call.answer_id = self._base["id"]
         uses_tools = bool(asked.tools) and asked.tool_choice != "none"
         self._parsers = [ToolParser() if uses_tools else None for _ in self._ledger.texts]
 

@@ -73,7 +73,13 @@ class CompletionAnswer:
         self._asked, self._call = asked, call
         self._ledger = Ledger(call, model)
         self._tokens = TokenTexts(model.llm.tokenizer)
-        self._base = {"id": new_id("cmpl"), "object": "text_completion", "created": created(), "model": model.name}
+        self._base: dict[str, Any] = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": created(),
+            "model": model.name,
+        }
+        call.answer_id = self._base["id"]
         self._lengths = [0] * len(self._ledger.texts)  # characters handed out
 
     async def whole(self) -> dict[str, Any]:

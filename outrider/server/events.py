@@ -82,10 +82,12 @@ class EventStream(Response):
             last = framed("error", error.body) + self._done
         except TimeoutError:
             logger.info("a stream was left unread and is ended")
+            self._call.fail(ApiError(408, "slow_reader", "the stream was not read in time"))
             raise asyncio.CancelledError from None
         except Exception:
             logger.exception("a stream failed")
             failed = ApiError(500, "internal_error", "the stream failed")
+            self._call.fail(failed)
             last = framed("error", failed.body) + self._done
         await write(last, more=False)
 

@@ -97,7 +97,7 @@ class Metrics:
 
     def queued(self, seconds: float) -> None:
         """Note how long a request waited."""
-        self.queue.observe(max(0.0, seconds))
+        self.queue.observe(seconds)
 
     def finished(self, stats: SpeculationStats) -> None:
         """Count a text that has ended, however it did."""

@@ -180,6 +180,7 @@ class ResponseAnswer:
             "text": {"format": {"type": "text"}} if asked.text is None else _plain(asked.text),
             "truncation": "disabled",
         }
+        call.answer_id = self._base["id"]
 
     async def whole(self) -> dict[str, Any]:
         """Give it in one piece."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.server.settings import ServerSettings
+    from outrider.server.tracing import Tracing
 
 __all__ = ["ENGINE_FAILED", "serve"]
 
@@ -37,7 +38,11 @@ WATCH_SECONDS = 0.5
 
 
 def serve(
-    taken: socket.socket, settings: ServerSettings, load: Callable[[], LLM], announce: Callable[[str], None]
+    taken: socket.socket,
+    settings: ServerSettings,
+    load: Callable[[], LLM],
+    announce: Callable[[str], None],
+    tracing: Tracing | None = None,
 ) -> int:
     """Serve until a signal or a fault; give the exit code.
 
@@ -46,9 +51,14 @@ def serve(
         settings: How to serve.
         load: Loads the model; called in a thread, while probes are answered.
         announce: Says a line to whoever started the server.
+        tracing: Where spans of requests go; closed at the end.
     """
-    service = Service(settings, Metrics())
-    return asyncio.run(_Life(service, taken, load, announce).run())
+    service = Service(settings, Metrics(), tracing)
+    try:
+        return asyncio.run(_Life(service, taken, load, announce).run())
+    finally:
+        if tracing is not None:
+            tracing.close()
 
 
 class _Server(uvicorn.Server):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from outrider.server.admission import Ticket
     from outrider.server.metrics import Metrics
     from outrider.server.settings import ServerSettings
+    from outrider.server.tracing import Origin, RequestSpan, Tracing
 
 __all__ = ["Model", "Service"]
 
@@ -63,10 +64,11 @@ class Service:
     Args:
         settings: Bounds.
         metrics: What is counted.
+        tracing: Where spans of requests go; None for nowhere.
     """
 
-    def __init__(self, settings: ServerSettings, metrics: Metrics) -> None:
-        self.settings, self.metrics = settings, metrics
+    def __init__(self, settings: ServerSettings, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self.settings, self.metrics, self._tracing = settings, metrics, tracing
         self.admission: Admission | None = None
         self.fault: BaseException | None = None
         self.started_at = int(time.time())
@@ -192,6 +194,7 @@ class Service:
         *,
         method: str | None = None,
         num_prompts: int = 1,
+        origin: Origin | None = None,
     ) -> Call:
         """Let a request in and start it; the caller must close what this gives.
 
@@ -201,6 +204,7 @@ class Service:
             key: Who asks.
             method: What drafts in place of the server's own method.
             num_prompts: How many prompts there will be.
+            origin: What its span begins with; without, it has none.
 
         Raises:
             ApiError: There is no room, or something is wrong with it.
@@ -212,10 +216,15 @@ class Service:
         except ApiError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
+        span = None
+        if self._tracing is not None and origin is not None:
+            span = self._tracing.begin(origin, model.name, params)
         try:
-            return await self._opened(model, ticket, await prompts(), params, method)
-        except BaseException:
+            return await self._opened(model, ticket, await prompts(), params, method, span)
+        except BaseException as error:
             ticket.close()
+            if span is not None:
+                span.refused(error)
             raise
 
     async def _opened(
@@ -225,6 +234,7 @@ class Service:
         prompts: Sequence[str | list[int]],
         params: SamplingParams,
         method: str | None,
+        span: RequestSpan | None = None,
     ) -> Call:
         """Tokenize and check, off the loop; then hand over to the engine."""
         for prompt in prompts:
@@ -247,7 +257,7 @@ class Service:
             code = "context_length_exceeded" if "max_model_len" in str(error) else "invalid_value"
             raise invalid(str(error), field_of(str(error)), code) from None
         ticket.weigh(sum(len(request.prompt_token_ids) for request, _ in ready))
-        call = Call(model.worker, ticket, self)
+        call = Call(model.worker, ticket, self, span)
         for request, sequences in ready:
             call.add(Job(request, sequences, call.receiver(len(call.jobs))))
         call.start()

@@ -44,7 +44,7 @@ class Job:
         deliver: Called on the event loop with what is new: chunks, or the error that ended it.
         given: Tokens handed out of each text.
         ended: Whether a text's last chunk was handed out.
-        begun: Whether any of it ever got a place in the engine.
+        queue_seconds: How long it waited for a place in the engine; None until it got one.
     """
 
     request: Request
@@ -52,7 +52,7 @@ class Job:
     deliver: Callable[[list[StreamChunk], ApiError | None], None]
     given: list[int] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
-    begun: bool = False
+    queue_seconds: float | None = None
 
     def __post_init__(self) -> None:
         self.given = [0] * len(self.sequences)
@@ -197,10 +197,10 @@ class EngineWorker(threading.Thread):
         """Refuse what has waited too long to be begun."""
         now = time.perf_counter()
         for job in list(self._jobs):
-            if not job.begun:
-                job.begun = any(one.slot is not None or one.finished for one in job.sequences)
-                if job.begun:
-                    self._metrics.queued(now - job.request.arrival)
+            if job.queue_seconds is None:
+                if any(one.slot is not None or one.finished for one in job.sequences):
+                    job.queue_seconds = max(0.0, now - job.request.arrival)
+                    self._metrics.queued(job.queue_seconds)
                     self._send([(job, [], None)])
                 elif now - job.request.arrival > self._settings.queue_seconds:
                     for sequence in job.sequences:

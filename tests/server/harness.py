@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
 
     from outrider import LLM
+    from outrider.server.tracing import Tracing
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90.0
@@ -186,12 +187,12 @@ def parsed_events(text: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def local(llm: LLM, **settings: Any) -> Iterator[Local]:
+def local(llm: LLM, tracing: Tracing | None = None, **settings: Any) -> Iterator[Local]:
     """Serve a loaded model in this process."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    service = Service(ServerSettings(**{"allowed_hosts": ("test",), **settings}), Metrics())
+    service = Service(ServerSettings(**{"allowed_hosts": ("test",), **settings}), Metrics(), tracing)
     client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(service)), base_url="http://test")
     server = Local(loop, service, client)
     try:
