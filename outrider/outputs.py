@@ -141,8 +141,9 @@ class StreamChunk:
     """What one round added to one sample: text that can no longer change, and its ids.
 
     Attributes:
-        text_ends: How far into `text` each of its tokens reaches; text that waits for a character's rest or might
-            begin a stop string belongs to a later token.
+        text_ends: How far from the beginning of `text` each of its tokens reaches: beyond its end where text might
+            begin a stop string, or turned out to be one. Text that waits for a character's rest belongs to a later
+            token.
     """
 
     index: int
@@ -160,17 +161,20 @@ class StreamChunk:
         """Give the same as one chunk a token; how it ended stands in the last."""
         if len(self.token_ids) < 2:
             return [self]
-        ends = (0, *self.text_ends[: len(self.token_ids) - 1], len(self.text)) if self.text_ends else ()
         last = len(self.token_ids) - 1
         parts = []
         for place, token in enumerate(self.token_ids):
-            text = self.text[ends[place] : ends[place + 1]] if ends else ""
+            text, ends = "", self.text_ends
+            if ends:
+                begin = min(ends[place - 1], len(self.text)) if place else 0
+                text = self.text[begin : None if place == last else ends[place]]
+                ends = (max(ends[place] - begin, 0),)
             logprobs = None if self.logprobs is None else self.logprobs[place : place + 1]
             whole = self if place == last else StreamChunk(self.index, "", ())
             parts.append(
                 replace(
                     whole, text=text, token_ids=(token,), logprobs=logprobs,
-                    origins=self.origins[place : place + 1], text_ends=(len(text),),
+                    origins=self.origins[place : place + 1], text_ends=ends,
                 )
             )  # fmt: skip
         return parts

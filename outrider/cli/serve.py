@@ -94,6 +94,11 @@ class ServeOptions:
             metavar="round|single", help="Stream what each round gave, or one token a chunk.", rich_help_panel=NETWORK
         ),
     ] = "round"
+    reasoning_parser: Annotated[
+        str,
+        Option(metavar="auto|none|think", help="Tell what stands in <think> from the answer (reasoning_content).",
+               rich_help_panel=NETWORK),
+    ] = ServerSettings.reasoning_parser  # fmt: skip
     max_waiting: Annotated[
         int | None,
         Option(help="Texts that may wait.", show_default="4 times --max-num-seqs", rich_help_panel=LIMITS),
@@ -151,6 +156,7 @@ class ServeOptions:
             allowed_origins=tuple(self.allowed_origin),
             strict=self.strict,
             single_tokens=self.stream_tokens == "single",
+            reasoning_parser=self.reasoning_parser,
             max_waiting=4 * max_num_seqs if self.max_waiting is None else self.max_waiting,
             max_per_key=self.max_per_key,
             max_samples=self.max_samples,

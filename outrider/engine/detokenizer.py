@@ -81,9 +81,12 @@ class Detokenizer:
         return new
 
     def ends(self, first: int, taken: str) -> tuple[int, ...]:
-        """Say how far into the text just `taken` each token from the `first` new one on reaches."""
+        """Say how far from the beginning of the text just `taken` each token from the `first` new one on reaches.
+
+        That may be beyond its end, where text is held back.
+        """
         begin = self._emitted - len(taken)
-        return tuple(min(max(end - begin, 0), len(taken)) for end in self._ends[first:])
+        return tuple(max(end - begin, 0) for end in self._ends[first:])
 
     def _add(self, whole: str, end: int, *, watch: bool) -> str | None:
         """Take in the text of the tokens from `_prefix` to `end`."""

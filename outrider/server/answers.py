@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outrider.server.errors import ApiError
+from outrider.server.reasoning import Part
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from outrider.outputs import SpeculationStats, StreamChunk, TokenLogprob
     from outrider.server.call import Call
     from outrider.server.protocol import StreamOptions
+    from outrider.server.reasoning import Reader, Thinking
     from outrider.server.service import Model
 
 __all__ = ["Ledger", "Text", "TokenTexts", "created", "new_id", "streamed"]
@@ -32,14 +34,34 @@ def created() -> int:
 
 @dataclass
 class Text:
-    """One text as far as it has come."""
+    """One text as far as it has come.
 
-    text: str = ""
+    Attributes:
+        reader: Tells what is thought from what is said; None where all is said.
+        thought, said: What it is, without markers.
+        news: What the last chunk added to it.
+    """
+
+    reader: Reader | None = None
+    thought: str = ""
+    said: str = ""
+    news: list[Part] = field(default_factory=list)
     num_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stats: SpeculationStats | None = None
+
+    def take(self, chunk: StreamChunk) -> None:
+        """Add a chunk's text."""
+        self.news = [Part(chunk.text, thought=False)] if chunk.text else []
+        if self.reader is not None:
+            self.news = self.reader.push(chunk)
+        for part in self.news:
+            if part.thought:
+                self.thought += part.text
+            else:
+                self.said += part.text
 
 
 class Ledger:
@@ -48,12 +70,15 @@ class Ledger:
     Args:
         call: The call; the texts of its jobs are numbered through.
         model: Whose method the usage names.
+        thinking: How thoughts are told from the rest, in conversations.
     """
 
-    def __init__(self, call: Call, model: Model) -> None:
+    def __init__(self, call: Call, model: Model, thinking: Thinking | None = None) -> None:
         self._call, self._method = call, model.method
         self._n = len(call.jobs[0].sequences)
-        self.texts = [Text() for job in call.jobs for _ in job.sequences]
+        self.texts = [
+            Text(None if thinking is None else thinking.reader(job.request)) for job in call.jobs for _ in job.sequences
+        ]
 
     def take(self, place: int, chunk: StreamChunk) -> tuple[int, Text]:
         """Add a chunk of the job at `place`; give the number of its text.
@@ -63,7 +88,7 @@ class Ledger:
         """
         number = place * self._n + chunk.index
         text = self.texts[number]
-        text.text += chunk.text
+        text.take(chunk)
         text.num_tokens += len(chunk.token_ids)
         text.token_ids.extend(chunk.token_ids)
         text.logprobs.extend(chunk.logprobs or ())
@@ -90,6 +115,7 @@ class Ledger:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(text.reader.num_tokens for text in self.texts if text.reader is not None),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },

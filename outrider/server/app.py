@@ -196,7 +196,7 @@ class _Routes:
         if (asked.prompt is None) == (asked.messages is None):
             raise invalid("send either prompt or messages", "prompt")
         if asked.messages is not None:
-            ids = await rendered(service, plain_messages(asked.messages), asked.tools or [])
+            ids = await rendered(service, plain_messages(asked.messages), asked.tools or [], asked.chat_template_kwargs)
         else:
             ids = await service.tokenize(asked.prompt or "", special=asked.add_special_tokens)
         return {"count": len(ids), "tokens": ids, "max_model_len": service.model.llm.max_model_len}
@@ -215,7 +215,7 @@ class _Routes:
         method = drafting_of(asked, service.model.method)
 
         async def given() -> list[str | list[int]]:
-            return [await rendered(service, messages, asked.tools or [])]
+            return [await rendered(service, messages, asked.tools or [], asked.chat_template_kwargs)]
 
         origin = Origin("chat", bool(asked.stream), request.headers)
         return await service.call(given, params, request.state.key, method=method, origin=origin)

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from outrider.outputs import StreamChunk
     from outrider.sampling.params import SamplingParams
     from outrider.server.call import Call
-    from outrider.server.protocol import ChatRequest, Message
+    from outrider.server.protocol import ChatRequest, Message, TemplateSwitches
     from outrider.server.service import Model, Service
     from outrider.server.settings import ServerSettings
 
 __all__ = ["ChatAnswer", "chat_params", "plain_messages", "rendered"]
 
 
-async def rendered(service: Service, messages: list[dict[str, Any]], tools: list[Any]) -> list[int]:
+async def rendered(
+    service: Service, messages: list[dict[str, Any]], tools: list[Any], switches: TemplateSwitches | None
+) -> list[int]:
     """Give the prompt's ids: the chat template, then the tokenizer, which adds nothing of its own."""
     renderer = service.model.renderer
     told = template_messages(messages, tools, told=renderer.takes_tools)
     listed = [tool.model_dump(exclude_none=True) for tool in tools] if tools and renderer.takes_tools else None
-    text = await renderer.render(told, listed)
+    text = await renderer.render(told, listed, {} if switches is None else switches.given())
     return await service.tokenize(text, special=False)
 
 
@@ -103,7 +105,7 @@ class ChatAnswer:
 
     def __init__(self, asked: ChatRequest, call: Call, model: Model) -> None:
         self._asked, self._call = asked, call
-        self._ledger = Ledger(call, model)
+        self._ledger = Ledger(call, model, model.thinking)
         self._tokens = TokenTexts(model.llm.tokenizer)
         self._base: dict[str, Any] = {"id": new_id("chatcmpl"), "created": created(), "model": model.name}
         call.answer_id = self._base["id"]
@@ -119,10 +121,12 @@ class ChatAnswer:
 
     def _choice(self, number: int) -> dict[str, Any]:
         text, parser = self._ledger.texts[number], self._parsers[number]
-        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text.said, "refusal": None}
+        if text.thought:
+            message["reasoning_content"] = text.thought
         reason = text.finish_reason
         if parser is not None:
-            parts = parser.push(text.text, final=True)
+            parts = parser.push(text.said, final=True)
             calls = [part for part in parts if isinstance(part, ToolCalls)]
             if calls:
                 said = "".join(part for part in parts if isinstance(part, str))
@@ -141,20 +145,21 @@ class ChatAnswer:
 
     def _deltas(self, number: int, chunk: StreamChunk) -> list[dict[str, Any]]:
         parser, reason = self._parsers[number], chunk.finish_reason
-        deltas: list[dict[str, Any]] = []
+        news = self._ledger.texts[number].news
+        deltas: list[dict[str, Any]] = [{"reasoning_content": part.text} for part in news if part.thought]
+        said = "".join(part.text for part in news if not part.thought)
         if parser is None:
-            if chunk.text or chunk.logprobs:
-                deltas.append({"content": chunk.text})
+            deltas += [{"content": said}] if said else []
         else:
-            for part in parser.push(chunk.text, final=reason is not None):
+            for part in parser.push(said, final=reason is not None):
                 if isinstance(part, str):
                     deltas.append({"content": part})
                 else:
                     deltas.append({"tool_calls": [{"index": parser.num_calls - 1, **_written(part)}]})
             if parser.num_calls and reason == "stop":
                 reason = "tool_calls"
-            if chunk.logprobs and not deltas:
-                deltas.append({"content": ""})
+        if chunk.logprobs and not deltas:
+            deltas.append({"content": ""})
         logprobs = None
         if self._asked.logprobs and chunk.logprobs:
             logprobs = self._tokens.chat(chunk.logprobs, self._asked.top_logprobs or 0)

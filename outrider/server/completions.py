@@ -99,7 +99,7 @@ class CompletionAnswer:
                 logprobs = _joined(self._prompt_logprobs(number), logprobs)
         return {
             "index": number,
-            "text": before + text.text,
+            "text": before + text.said,
             "logprobs": logprobs,
             "finish_reason": text.finish_reason,
         }

@@ -14,6 +14,7 @@ __all__ = [
     "Generation",
     "Message",
     "Strict",
+    "TemplateSwitches",
     "TokenizeRequest",
     "Tool",
 ]
@@ -81,6 +82,18 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+
+class TemplateSwitches(Strict):
+    """What a request may say to the chat template: whether to think, by the names that templates have for it."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+    def given(self) -> dict[str, bool]:
+        """Give those that were said."""
+        both = {"enable_thinking": self.enable_thinking, "thinking": self.thinking}
+        return {name: value for name, value in both.items() if value is not None}
 
 
 class Function(Strict):
@@ -158,6 +171,7 @@ class ChatRequest(Generation):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
 
 
 class CompletionRequest(Generation):
@@ -178,6 +192,7 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     add_special_tokens: bool = True
+    chat_template_kwargs: TemplateSwitches | None = None
 
 
 class DetokenizeRequest(Strict):

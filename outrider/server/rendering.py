@@ -11,12 +11,20 @@ from typing import Any
 
 from outrider.server.errors import ApiError, invalid
 
-__all__ = ["Renderer"]
+__all__ = ["Renderer", "template_of"]
 
 logger = logging.getLogger("outrider")
 RENDER_SECONDS = 2.0
 START_SECONDS = 60.0
 MAX_TEXT = 1 << 20  # characters a conversation may be rendered to beyond what its messages hold
+
+
+def template_of(tokenizer: Any) -> str | None:
+    """Give a tokenizer's chat template; of several, the default one."""
+    found = getattr(tokenizer, "chat_template", None)
+    if isinstance(found, dict):
+        found = found.get("default")
+    return found if isinstance(found, str) else None
 
 
 class Renderer:
@@ -43,15 +51,29 @@ class Renderer:
             async with self._lock:
                 await self._running()
 
-    async def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    async def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, switches: dict[str, bool]
+    ) -> str:
         """Give the prompt's text, ready for the answer.
 
+        Args:
+            messages, tools: As the template takes them.
+            switches: What a request turned on and off.
+
         Raises:
-            ApiError: There is no template, it refuses these messages (400), or it does not come to an end (500).
+            ApiError: There is no template, it refuses these messages or knows no such switch (400), or it does not come
+                to an end (500).
         """
         if self._template is None:
             raise invalid("this model has no chat template; use /v1/completions with a prompt", code="no_chat_template")
-        job = {"messages": messages, "tools": tools, "template": self._template, "variables": self._variables}
+        for name in switches:
+            if name not in self._template:
+                raise invalid(
+                    f"this model's chat template does not look at {name}; leave it out",
+                    f"chat_template_kwargs.{name}", "unsupported_parameter",
+                )  # fmt: skip
+        variables = {**self._variables, **switches}
+        job = {"messages": messages, "tools": tools, "template": self._template, "variables": variables}
         line = json.dumps(job) + "\n"
         async with self._lock:
             answer = await self._asked(line.encode(), len(line))

@@ -34,17 +34,22 @@ if TYPE_CHECKING:
 
 __all__ = ["ResponseAnswer", "ResponsesRequest", "chat_request"]
 
+PREFIXES = {"message": "msg", "reasoning": "rs"}  # of ids
+TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # what their text is called
+
 
 class InputItem(Strict):
-    """A message, a call that the model made, or what came of one."""
+    """A message, a call that the model made, what came of one, or what the model thought."""
 
-    type: Literal["message", "function_call", "function_call_output"] | None = None
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     output: str | None = None
+    summary: list[ContentPart] | None = None
+    encrypted_content: str | None = None
 
 
 class TextFormat(Strict):
@@ -95,7 +100,7 @@ def chat_request(asked: ResponsesRequest) -> ChatRequest:
             raise invalid(f"{name} is not supported: nothing is kept here; send the whole input", name)
     messages = [] if asked.instructions is None else [Message(role="system", content=asked.instructions)]
     items = [InputItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
-    messages += [_message(item, place) for place, item in enumerate(items)]
+    messages += _messages(items)
     choice = asked.tool_choice
     if isinstance(choice, NamedChoice):
         choice = NamedTool(type="function", function=NamedFunction(name=choice.name))  # type: ignore[assignment]
@@ -113,6 +118,25 @@ def chat_request(asked: ResponsesRequest) -> ChatRequest:
         seed=asked.seed,
         speculation=asked.speculation,
     )
+
+
+def _messages(items: list[InputItem]) -> list[Message]:
+    """Give messages; a thought goes with what the model said or called next."""
+    found: list[Message] = []
+    thought = ""
+    for place, item in enumerate(items):
+        if item.type == "reasoning":
+            parts = [] if item.content is None or isinstance(item.content, str) else item.content
+            thought += "".join(part.text or "" for part in parts)
+            continue
+        message = _message(item, place)
+        if thought and message.role == "assistant":
+            message.reasoning_content = thought
+        thought = ""
+        found.append(message)
+    if not found:
+        raise invalid("the input holds no message; send one", "input")
+    return found
 
 
 def _message(item: InputItem, place: int) -> Message:
@@ -155,10 +179,10 @@ class ResponseAnswer:
 
     def __init__(self, asked: ResponsesRequest, call: Call, model: Model) -> None:
         self._asked, self._call = asked, call
-        self._ledger = Ledger(call, model)
+        self._ledger = Ledger(call, model, model.thinking)
         self._parser = ToolParser() if asked.tools and asked.tool_choice != "none" else None
         self._output: list[dict[str, Any]] = []
-        self._message: dict[str, Any] | None = None  # the output's item that text is being added to
+        self._open: dict[str, Any] | None = None  # the output's item that text is being added to
         self._number = 0
         self._base: dict[str, Any] = {
             "id": new_id("resp"),
@@ -193,46 +217,53 @@ class ResponseAnswer:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._response("in_progress"))
         async for place, chunk in self._call.chunks():
-            self._ledger.take(place, chunk)
-            parts: list[str | ToolCalls] = [chunk.text] if chunk.text else []
-            if self._parser is not None:
-                parts = self._parser.push(chunk.text, final=chunk.finish_reason is not None)
-            for part in parts:
-                for event in self._said(part) if isinstance(part, str) else self._called(part):
+            _, text = self._ledger.take(place, chunk)
+            for thought in [part.text for part in text.news if part.thought]:
+                for event in self._added(thought, "reasoning"):
                     yield event
-        for event in [*([] if self._output else self._said("")), *self._closing()]:
+            said = "".join(part.text for part in text.news if not part.thought)
+            parts: list[str | ToolCalls] = [said] if said else []
+            if self._parser is not None:
+                parts = self._parser.push(said, final=chunk.finish_reason is not None)
+            for part in parts:
+                for event in self._added(part, "message") if isinstance(part, str) else self._called(part):
+                    yield event
+        for event in [*([] if self._output else self._added("", "message")), *self._closing()]:
             yield event
         name = "response.completed" if self._status() == "completed" else "response.incomplete"
         yield self._event(name, response=self._response())
 
-    def _said(self, text: str) -> list[Event]:
-        """Add text to the message that is open, or open one."""
+    def _added(self, text: str, kind: str) -> list[Event]:
+        """Add text to the item that is open, or open one: a "message", or "reasoning"."""
         events: list[Event] = []
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        if self._message is None:
-            item: dict[str, Any] = {"id": new_id("msg"), "type": "message", "role": "assistant"}
-            item |= {"status": "in_progress", "content": []}
+        if self._open is None or self._open["type"] != kind:
+            events += self._closing()
+            item: dict[str, Any] = {"id": new_id(PREFIXES[kind]), "type": kind, "status": "in_progress", "content": []}
+            item["role" if kind == "message" else "summary"] = "assistant" if kind == "message" else []
             self._output.append(item)
-            self._message = item
+            self._open = item
+            part: dict[str, Any] = {"type": TEXTS[kind], "text": ""}
+            if kind == "message":
+                part |= {"annotations": [], "logprobs": []}
             place = len(self._output) - 1
             events.append(self._event("response.output_item.added", output_index=place, item=dict(item)))
             events.append(self._event("response.content_part.added", part=dict(part), **self._at(item)))
             item["content"] = [part]
-        self._message["content"][0]["text"] += text
+        self._open["content"][0]["text"] += text
         if text:
-            at = self._at(self._message)
-            events.append(self._event("response.output_text.delta", delta=text, logprobs=[], **at))
+            more = {**_logprobs(kind), **self._at(self._open)}
+            events.append(self._event(f"response.{TEXTS[kind]}.delta", delta=text, **more))
         return events
 
     def _closing(self) -> list[Event]:
-        """Close the message that is open, if any."""
-        item, self._message = self._message, None
+        """Close the item that is open, if any."""
+        item, self._open = self._open, None
         if item is None:
             return []
         item["status"] = "completed"
         text, at = item["content"][0]["text"], self._at(item)
         return [
-            self._event("response.output_text.done", text=text, logprobs=[], **at),
+            self._event(f"response.{TEXTS[item['type']]}.done", text=text, **_logprobs(item["type"]), **at),
             self._event("response.content_part.done", part=item["content"][0], **at),
             self._event("response.output_item.done", output_index=at["output_index"], item=item),
         ]
@@ -273,7 +304,7 @@ class ResponseAnswer:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
                 "outrider": usage["outrider"],
             },
@@ -285,6 +316,10 @@ class ResponseAnswer:
     def _event(self, name: str, /, **fields: Any) -> Event:
         self._number += 1
         return name, {"type": name, "sequence_number": self._number - 1, **fields}
+
+
+def _logprobs(kind: str) -> dict[str, Any]:
+    return {"logprobs": []} if kind == "message" else {}
 
 
 def _plain(value: BaseModel | str) -> Any:

@@ -16,8 +16,9 @@ from outrider.errors import InvalidRequestError
 from outrider.server.admission import Admission
 from outrider.server.call import Call
 from outrider.server.errors import ApiError, invalid, not_ready
+from outrider.server.reasoning import thinking_of
 from outrider.server.recheck import Rechecks
-from outrider.server.rendering import Renderer
+from outrider.server.rendering import Renderer, template_of
 from outrider.server.sampling import field_of
 from outrider.server.worker import EngineWorker, Job
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from outrider.sequence import Request
     from outrider.server.admission import Ticket
     from outrider.server.metrics import Metrics
+    from outrider.server.reasoning import Thinking
     from outrider.server.settings import ServerSettings
     from outrider.server.tracing import Origin, RequestSpan, Tracing
 
@@ -47,10 +49,13 @@ class Model:
         name: What clients call it.
         worker: The thread that runs it.
         renderer: Its chat template.
+        thinking: How it marks what it thinks; None where that is not told apart.
     """
 
-    def __init__(self, llm: LLM, name: str, worker: EngineWorker, renderer: Renderer) -> None:
-        self.llm, self.name, self.worker, self.renderer = llm, name, worker, renderer
+    def __init__(
+        self, llm: LLM, name: str, worker: EngineWorker, renderer: Renderer, thinking: Thinking | None
+    ) -> None:
+        self.llm, self.name, self.worker, self.renderer, self.thinking = llm, name, worker, renderer, thinking
         self.method = llm.engine.speculation.method if llm.engine.drafter is not None else "none"
         self.lookup = NGramDrafter()
         vocabulary = llm.tokenizer.get_vocab() if llm.tokenizer is not None else ()
@@ -84,14 +89,16 @@ class Service:
     async def start(self, llm: LLM, on_fault: Callable[[BaseException], None]) -> None:
         """Put a loaded model to work, and try it once."""
         tokenizer: Any = llm.tokenizer
-        renderer = Renderer(_template(tokenizer), dict(getattr(tokenizer, "special_tokens_map", None) or {}))
+        template = template_of(tokenizer)
+        thinking = thinking_of(tokenizer, template, self.settings.reasoning_parser)
+        renderer = Renderer(template, dict(getattr(tokenizer, "special_tokens_map", None) or {}))
         await renderer.start()
         rechecks = Rechecks(llm.engine, llm.intake.sequences, self.settings, self.metrics)
         loop = asyncio.get_running_loop()
         worker = EngineWorker(llm.engine, loop, self.settings, self.metrics, on_fault, rechecks)
         self.admission = Admission(self.settings, llm.engine.config.max_num_seqs)
         worker.start()
-        model = Model(llm, self.settings.served_name or llm.loaded.name, worker, renderer)
+        model = Model(llm, self.settings.served_name or llm.loaded.name, worker, renderer, thinking)
         await self._self_test(model)
         rechecks.accepting = True
         self._model = model
@@ -340,10 +347,3 @@ def check_text(text: str, model: Model) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise invalid("the prompt holds half of a surrogate pair, which is no character; send valid text") from None
-
-
-def _template(tokenizer: Any) -> str | None:
-    found = getattr(tokenizer, "chat_template", None)
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found if isinstance(found, str) else None

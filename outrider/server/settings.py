@@ -8,6 +8,7 @@ from outrider.errors import ConfigError
 
 __all__ = ["ServerSettings"]
 
+REASONING_PARSERS = ("auto", "none", "think")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -24,6 +25,7 @@ class ServerSettings:
         allowed_origins: Web pages that may read answers (CORS); none by default.
         strict: Refuse fields that are not known, in place of naming them in a header.
         single_tokens: Stream one token a chunk in place of what each round gave.
+        reasoning_parser: How thoughts are told from answers: "think", "none", or "auto", which asks the checkpoint.
         max_waiting: Texts that may wait beyond those that run; more are refused at once.
         max_waiting_tokens: Prompt tokens that may wait.
         max_per_key: Texts that one key may have under way; None for no bound.
@@ -49,6 +51,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     strict: bool = False
     single_tokens: bool = False
+    reasoning_parser: str = "auto"
     max_waiting: int = 64
     max_waiting_tokens: int = 1 << 20
     max_per_key: int | None = None
@@ -85,6 +88,8 @@ class ServerSettings:
             raise ConfigError(f"drain_seconds must be 0 or more, got {self.drain_seconds}")
         if not 0 <= self.verify_rate <= 1:
             raise ConfigError(f"verify_rate must be in [0, 1], got {self.verify_rate}")
+        if self.reasoning_parser not in REASONING_PARSERS:
+            raise ConfigError(f"reasoning_parser must be auto, none or think, got {self.reasoning_parser!r}")
         if self.max_per_key is not None and self.max_per_key < 1:
             raise ConfigError(f"max_per_key must be 1 or more, got {self.max_per_key}")
 

@@ -89,7 +89,8 @@ def template_messages(messages: list[dict[str, Any]], tools: list[Tool], *, told
         role = message["role"]
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        plain.append({"role": role, "content": content})
+        kept = {name: message[name] for name in ("reasoning_content",) if name in message}
+        plain.append({"role": role, "content": content, **kept})
     if not tools:
         return plain
     if plain and plain[0]["role"] == "system":

@@ -17,7 +17,7 @@ __all__ = ["checked_fields", "unknown_fields"]
 REFUSED = {
     "audio": "this server makes text only",
     "chat_template": "templates come with the model; requests may not bring one",
-    "chat_template_kwargs": "requests cannot steer the template",
+    "chat_template_kwargs": "requests can tell the template of a chat enable_thinking or thinking, and nothing else",
     "functions": "it is the old form of `tools`; use that",
     "function_call": "it is the old form of `tool_choice`; use that",
     "modalities": "this server makes text only",
@@ -39,7 +39,7 @@ def checked_fields(request: BaseModel, *, strict: bool) -> list[str]:
     """
     found = []
     for path, value in unknown_fields(request):
-        why = REFUSED.get(path)
+        why = REFUSED.get(path.partition(".")[0])
         if why is None:
             found.append(path)
         elif value is not None and value != ALLOWED.get(path):

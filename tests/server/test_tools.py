@@ -73,13 +73,19 @@ def test_models_whose_template_knows_no_tools_are_told_in_words() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {"c": 1}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"function": {"name": "weather", "arguments": {"c": 1}}}],
+        },
         {"role": "tool", "content": "sunny"},
     ]
     told = template_messages(messages, [tool("weather")], told=False)
     assert [one["role"] for one in told] == ["system", "user", "assistant", "user"]
     assert told[0]["content"].startswith("Be brief.")
     assert '"name": "weather"' in told[0]["content"]
+    assert told[2]["reasoning_content"] == "Hm."
     assert read([told[2]["content"]]) == [ToolCalls("weather", '{"c": 1}')]
     assert told[3]["content"] == "<tool_response>\nsunny\n</tool_response>"
     assert template_messages(messages, [tool("weather")], told=True) is messages
