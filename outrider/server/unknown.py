@@ -39,11 +39,12 @@ def checked_fields(request: BaseModel, *, strict: bool) -> list[str]:
     """
     found = []
     for path, value in unknown_fields(request):
-        why = REFUSED.get(path.partition(".")[0])
+        field = path.partition(".")[0]
+        why = REFUSED.get(field)
         if why is None:
             found.append(path)
         elif value is not None and value != ALLOWED.get(path):
-            raise invalid(f"{path} is not supported: {why}", path, "unsupported_parameter")
+            raise invalid(f"{path} is not supported: {why}", field, "unsupported_parameter")
     if strict and found:
         raise invalid(f"unknown fields: {', '.join(found[:10])}; leave them out", found[0], "unknown_parameter")
     return found
