@@ -6,19 +6,32 @@
 
 FROM python:3.12-slim AS build
 ARG ACCELERATOR=cpu
-ARG TORCH=torch==2.13.0
+ARG TORCH=
 ARG EXTRAS=server
 ARG TORCH_INDEX=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-RUN python -m venv /opt/outrider
-# Torch first, in a layer of its own: it is most of the image, and changes least. The usual package index has it built
-# for CUDA, which runs on a CPU too and takes gigabytes; TORCH_INDEX names another index, such as PyTorch's for CPUs.
+RUN python -m venv /opt/outrider && python -m venv /opt/build
+# What is installed is pinned by hash (scripts/lock writes the files). Torch first, in a layer of its own: it is most of
+# the image, and changes least. The usual package index has it built for CUDA, which runs on a CPU too and takes
+# gigabytes; TORCH_INDEX names another index, such as PyTorch's for CPUs, and TORCH another release. Those are other
+# files, so torch and what only torch asks for is then taken as that index has it.
+COPY scripts/torch.lock /src/scripts/
 RUN case "$ACCELERATOR" in cpu | cuda) ;; *) echo "ACCELERATOR must be cpu or cuda: $ACCELERATOR" >&2; exit 1 ;; esac \
-    && /opt/outrider/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+    && if [ -z "$TORCH$TORCH_INDEX" ]; then \
+        /opt/outrider/bin/pip install --no-deps --require-hashes --requirement /src/scripts/torch.lock; \
+    else \
+        /opt/outrider/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${TORCH:-torch==2.13.0}"; \
+    fi
+COPY scripts/server.lock scripts/build.lock scripts/constraints.txt /src/scripts/
+RUN /opt/outrider/bin/pip install --no-deps --require-hashes --requirement /src/scripts/server.lock \
+    && /opt/build/bin/pip install --no-deps --require-hashes --requirement /src/scripts/build.lock
 COPY pyproject.toml README.md LICENSE /src/
-COPY scripts/constraints.txt /src/scripts/
 COPY outrider /src/outrider
-RUN /opt/outrider/bin/pip install --constraint /src/scripts/constraints.txt "/src[$EXTRAS]"
+# The extras that the lock covers need no index any more; others bring what they bring, unpinned.
+RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src \
+    && case "$EXTRAS" in server | otel | server,otel) pinned=--no-index ;; *) pinned= ;; esac \
+    && /opt/outrider/bin/pip install $pinned --constraint /src/scripts/constraints.txt "$(echo /wheel/*.whl)[$EXTRAS]" \
+    && /opt/outrider/bin/pip check
 
 FROM python:3.12-slim
 ARG ACCELERATOR=cpu

@@ -5,11 +5,14 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from outrider.server.metrics import Metrics
 
@@ -17,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 DRAIN = 30  # seconds that the server gives running requests after SIGTERM
 DEADLINE = 600  # and any request in all
 USER = "10001"
+LOCKS = ("torch", "server", "build")
 OPTIONS = {
     "--host", "--port", "--api-key-file", "--max-model-len", "--speculative-model", "--num-speculative-tokens",
 }  # fmt: skip
@@ -128,6 +132,56 @@ def test_what_the_image_is_built_from_is_not_ignored(steps: list[tuple[str, str]
     copied = {name for step, rest in steps if step == "COPY" and "--from" not in rest for name in rest.split()[:-1]}
     assert copied == kept
     assert all((ROOT / name).exists() for name in kept)
+
+
+@pytest.fixture(scope="module")
+def locked() -> dict[str, dict[str, tuple[str, set[str]]]]:
+    """File -> name -> version and hashes."""
+    found: dict[str, dict[str, tuple[str, set[str]]]] = {}
+    for file in LOCKS:
+        joined = text(f"scripts/{file}.lock").replace("\\\n", " ")
+        entries = [re.split(r"\s+--hash=", line) for line in joined.splitlines()]
+        pins = [(Requirement(first.strip()), {one.strip() for one in hashes}) for first, *hashes in entries]
+        assert all(str(pin.specifier).startswith("==") for pin, _ in pins), file
+        found[file] = {canonicalize_name(pin.name): (str(pin.specifier)[2:], hashes) for pin, hashes in pins}
+        assert len(found[file]) == len(pins), f"{file} names something twice"
+    return found
+
+
+def test_all_that_the_image_installs_is_pinned_by_hash(
+    locked: dict[str, dict[str, tuple[str, set[str]]]], steps: list[tuple[str, str]]
+) -> None:
+    for file, pins in locked.items():
+        for name, (_, hashes) in pins.items():
+            assert hashes, f"{file}: {name}"
+            assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), f"{file}: {name}"
+        words = text(f"scripts/{file}.lock")
+        assert "://" not in words
+        assert "index" not in words.lower()
+        commands = [rest for step, rest in steps if step == "RUN" and f"{file}.lock" in rest]
+        assert len(commands) == 1
+        assert f"--no-deps --require-hashes --requirement /src/scripts/{file}.lock" in commands[0]
+    assert not locked["torch"].keys() & locked["server"].keys()
+    assert all(re.match(r"torch$|triton$|nvidia-|cuda-", name) for name in locked["torch"])
+
+
+def test_what_is_pinned_is_what_the_package_asks_for(locked: dict[str, dict[str, tuple[str, set[str]]]]) -> None:
+    project = tomllib.loads(text("pyproject.toml"))
+    asked = project["project"]["dependencies"]
+    asked += [one for extra in ("server", "otel") for one in project["project"]["optional-dependencies"][extra]]
+    pins = {name: version for pins in (locked["torch"], locked["server"]) for name, (version, _) in pins.items()}
+    for requirement in map(Requirement, asked):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+    for requirement in map(Requirement, project["build-system"]["requires"]):
+        assert requirement.specifier.contains(locked["build"][canonicalize_name(requirement.name)][0]), requirement
+    bounds = [line for line in text("scripts/constraints.txt").splitlines() if not line.startswith("#")]
+    for requirement in map(Requirement, bounds):
+        version = pins.get(canonicalize_name(requirement.name))
+        assert version is None or requirement.specifier.contains(version), f"{requirement}, pinned at {version}"
+    default = re.search(r"torch==[0-9.]+", text("scripts/setup"))
+    assert default
+    assert default[0] == f"torch=={pins['torch']}"
+    assert default[0] in text("Dockerfile")
 
 
 # --- systemd
