@@ -122,10 +122,10 @@ class Call:
             for sequence in job.sequences:
                 if (place, sequence.index) not in self._reasons:
                     self._service.metrics.finished(sequence.stats)
-        if self._span is not None:
-            self._span.ended(self.jobs, self._reasons, self._error, self.answer_id)
         self._ticket.close()
         self._service.closed(self)
+        if self._span is not None:
+            self._span.ended(self.jobs, self._reasons, self._error, self.answer_id)
 
     def _receive(self, place: int, chunks: list[StreamChunk], error: ApiError | None) -> None:
         if self._closed:

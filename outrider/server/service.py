@@ -224,9 +224,9 @@ class Service:
             self.metrics.refused.labels(error.code).inc()
             raise
         span = None
-        if self._tracing is not None and origin is not None:
-            span = self._tracing.begin(origin, model.name, params)
         try:
+            if self._tracing is not None and origin is not None:
+                span = self._tracing.begin(origin, model.name, params)
             return await self._opened(model, ticket, await prompts(), params, method, span)
         except BaseException as error:
             ticket.close()
