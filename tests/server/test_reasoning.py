@@ -30,7 +30,7 @@ OPEN_ID, CLOSE_ID = 260, 261
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['reasoning_content'] %}[{{ message['reasoning_content'] }}]{% endif %}{{ message['content'] }}"
-    "{% endfor %}{% if tools %}t{% endif %}{% if thinking %}<think>\n{% endif %}"
+    "{% endfor %}:{% if tools %}t{% endif %}{% if thinking %}<think>\n{% endif %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )
 TAILS = {"thinking": {True: 2, False: 0}, "enable_thinking": {True: 0, False: 6}}  # tokens that a switch adds
@@ -101,7 +101,7 @@ def single_tokens(server: Local) -> Iterator[None]:
 
 def chat(script: list[int], **more: Any) -> dict[str, Any]:
     switches = more.get("chat_template_kwargs") or {}
-    length = BEGINS[SCRIPTS.index(script)] - sum(TAILS[name][value] for name, value in switches.items())
+    length = BEGINS[SCRIPTS.index(script)] - 1 - sum(TAILS[name][value] for name, value in switches.items())
     fixed = {"temperature": 0, "max_tokens": 64, "speculation": {"num_speculative_tokens": 3}}
     return {"messages": [{"role": "user", "content": "x" * length}], **fixed, **more}
 
@@ -191,8 +191,9 @@ def test_a_client_does_not_open_or_close_what_it_thinks(server: Local) -> None:
         body = chat(THOUGHT)
         length = len(body["messages"][0]["content"])
         prompt = server.post("/tokenize", {"prompt": words}).json()["count"]
-        body["messages"][0]["content"] = words + "x" * (length - prompt)
-        assert both(server, body)[:3] == (THINKS, SAYS, NUM_THOUGHT)
+        for content in (words + "x" * (length - prompt), "x" * (length - prompt) + words):
+            body["messages"][0]["content"] = content
+            assert both(server, body)[:3] == (THINKS, SAYS, NUM_THOUGHT)
 
 
 def test_switches_reach_the_template_and_nothing_else_does(server: Local) -> None:
@@ -205,6 +206,7 @@ def test_switches_reach_the_template_and_nothing_else_does(server: Local) -> Non
         server.post("/tokenize", {"messages": messages, "chat_template_kwargs": one}).json()["tokens"]
         for one in (None, {"thinking": True, "enable_thinking": None})
     )
+    assert plain[-1] == ord(":")
     assert opened == [*plain, OPEN_ID, ord("\n")]
     for wrong in ({"thinking": 1}, {"enable_thinking": "yes"}, {"messages": []}, {"tools": None, "add": True}, True):
         for path in ("/v1/chat/completions", "/tokenize"):
@@ -250,7 +252,7 @@ def test_several_texts_and_log_probabilities(server: Local) -> None:
 def test_responses_have_an_item_of_reasoning_which_may_be_sent_back(server: Local) -> None:
     client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=server.client)
     name = server.get("/v1/models").json()["data"][0]["id"]
-    asked = "x" * BEGINS[0]
+    asked = "x" * (BEGINS[0] - 1)
 
     async def both_ways() -> Any:
         response = await client.responses.create(model=name, input=asked, temperature=0)
@@ -272,7 +274,7 @@ def test_responses_have_an_item_of_reasoning_which_may_be_sent_back(server: Loca
     back = [{"role": "user", "content": "q"}, *(item.model_dump(exclude_none=True) for item in response.output)]
     again = server.post("/v1/responses", {"input": back, "max_output_tokens": 1})
     assert again.status_code == 200, again.text
-    told = server.post("/tokenize", {"prompt": "q[\nHm, 😀 é>.\n]\n\nYes, 4 é."}).json()["count"]
+    told = server.post("/tokenize", {"prompt": f"q[{THINKS}]{SAYS}:"}).json()["count"]
     assert again.json()["usage"]["input_tokens"] == told
     server.error("/v1/responses", {"input": [response.output[0].model_dump(exclude_none=True)]})
 
