@@ -10,7 +10,7 @@ from outrider.config_file import config_keys, merged, read_config
 from outrider.draft_models import DraftSite, drafter_over
 from outrider.drafters import make_drafter
 from outrider.engine.engine import Engine
-from outrider.engine.intake import Intake, listed, paired
+from outrider.engine.intake import Intake, listed, paired, token_ids
 from outrider.engine.memory import sized, working_bytes
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.model.runner import TorchRunner
@@ -232,7 +232,7 @@ class LLM:
             raise InvalidRequestError(
                 f"the chat template of {self.loaded.name} refused the messages: {error}"
             ) from error
-        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return token_ids(tokenizer, text, special=False)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Generate for one prompt, and give what each round adds as it comes.

@@ -189,6 +189,13 @@ class Sequence:
         elif len(self.tokens) >= self.limit:
             self.finish("length", None, now)
 
+    def ended_by_prompt(self) -> bool:
+        """End a text that was to have no token: its prompt alone was to be read. Says whether it was such a one."""
+        if self.num_generated or self.limit > self.prompt_length:
+            return False
+        self.finish("length")
+        return True
+
     def _completes_grammar(self, token: int) -> bool:
         """Go on in the grammar, if there is one; say whether the text is over."""
         if self.constraint is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from outrider.draft.drafter import Drafter
 
-__all__ = ["Intake", "listed", "paired"]
+__all__ = ["Intake", "listed", "paired", "token_ids"]
 
 
 class Intake:
@@ -105,11 +105,11 @@ class Intake:
         if isinstance(expected, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("prediction as text needs a tokenizer, and this model has none; pass ids")
-            expected = list(self._tokenizer(expected, add_special_tokens=False, verbose=False).input_ids)
+            expected = token_ids(self._tokenizer, expected, special=False)
         return PredictionDrafter(expected[: self._max_model_len], prompt_length)
 
     def sequences(self, request: Request) -> list[Sequence]:
-        """Make the request's n sequences; with max_tokens 0 they are finished as they are."""
+        """Make the request's n sequences; with max_tokens 0 and no report on the prompt they are finished as they are."""
         params = request.params
         room = self._max_model_len - len(request.prompt_token_ids)
         limit = len(request.prompt_token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
@@ -123,7 +123,7 @@ class Intake:
                 skip_special_tokens=params.skip_special_tokens,
             )
             sequence = Sequence(request, index, limit, detokenizer, self._constraint(request))
-            if params.max_tokens == 0:
+            if params.max_tokens == 0 and params.prompt_logprobs is None:
                 sequence.finish("length")
             made.append(sequence)
         return made
@@ -141,7 +141,7 @@ class Intake:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("this model has no tokenizer: pass token ids, or LLM(..., tokenizer=...)")
-            return prompt, list(self._tokenizer(prompt, verbose=False).input_ids)
+            return prompt, token_ids(self._tokenizer, prompt)
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, list | tuple) and all(_is_id(item) for item in prompt):
@@ -189,10 +189,31 @@ class Intake:
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
-                ids = tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+                ids = tuple(token_ids(self._tokenizer, text, special=False))
                 if ids:
                     found[ids] = None
         return tuple(found)
+
+
+def token_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
+    """Tokenize a text.
+
+    Args:
+        tokenizer: The model's.
+        text: What a caller gave.
+        special: Whether the tokenizer may add its own tokens, such as the beginning of a text.
+
+    Raises:
+        InvalidRequestError: The text holds half of a surrogate pair, as JSON's escapes and undecoded bytes can.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text holds half of a surrogate pair at character {error.start}, which is no character; "
+            "give valid UTF-8"
+        ) from None
+    return list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
 
 def _is_id(item: Any) -> bool:

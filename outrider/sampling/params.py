@@ -41,7 +41,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise InvalidRequestError(f"{name} must be a string or a list of strings, got {value!r}")
     if any(not item for item in items):
-        raise InvalidRequestError(f"{name} must not hold an empty string (it would stop before the first token)")
+        raise InvalidRequestError(f"{name} must not hold an empty string: every text holds it; leave it out")
     return tuple(items)
 
 

@@ -16,7 +16,7 @@ from outrider import __version__
 from outrider.errors import OutriderError
 from outrider.server.chat import ChatAnswer, chat_params, plain_messages, rendered
 from outrider.server.completions import CompletionAnswer, completion_params, prompts_of
-from outrider.server.errors import ApiError, ClientGoneError, invalid
+from outrider.server.errors import ApiError, ClientGoneError, invalid, wrong_field
 from outrider.server.events import EventStream, until_gone
 from outrider.server.gate import Gate
 from outrider.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -92,8 +92,7 @@ async def _answered(_: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = _wrong_body(error)
     elif isinstance(error, HTTPException):
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        error = ApiError(error.status_code, code, str(error.detail))
+        return _not_routed(error)
     elif isinstance(error, OutriderError):
         error = invalid(str(error))
     elif not isinstance(error, ApiError):
@@ -102,13 +101,25 @@ async def _answered(_: Request, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, headers=error.headers)
 
 
+def _not_routed(error: HTTPException) -> Response:
+    """Say that there is no such route, or not with that method, and what there is."""
+    code, message = {
+        404: ("not_found", "there is no such route; the API is under /v1, without a slash at the end: /openapi.json"),
+        405: ("method_not_allowed", "this route has another method; see the header `allow`"),
+    }.get(error.status_code, ("invalid_request", str(error.detail)))
+    answer = ApiError(error.status_code, code, message)
+    return JSONResponse(answer.body, error.status_code, headers={**answer.headers, **(error.headers or {})})
+
+
 def _wrong_body(error: RequestValidationError) -> ApiError:
     """Say what is wrong with a body, naming the first field at fault."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
+    found = error.errors()
+    if found[0]["type"] == "json_invalid":
         return invalid("the body is not JSON", code="invalid_json")
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    return invalid(f"{place}: {first['msg']}" if place else first["msg"], place or None)
+    if found[0]["loc"] == ("body",) and found[0]["type"] == "missing":
+        return invalid("there is no body; send a JSON object", code="invalid_json")
+    place, message = wrong_field([(one["loc"][1:], one["msg"]) for one in found])
+    return invalid(f"{place}: {message}" if place else message, place or None)
 
 
 class _Routes:

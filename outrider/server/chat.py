@@ -45,7 +45,7 @@ def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         plain: dict[str, Any] = {"role": "tool" if role == "function" else role}
-        plain["content"] = text_of(message.content, f"messages.{place}.content")
+        plain["content"] = text_of(message.content, f"messages.{place}.content") or message.refusal or ""
         if message.name is not None:
             plain["name"] = message.name
         if message.reasoning_content is not None:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ApiError", "ClientGoneError", "draining", "engine_failed", "expired", "invalid", "not_ready", "overloaded"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "ApiError",
+    "ClientGoneError",
+    "draining",
+    "engine_failed",
+    "expired",
+    "invalid",
+    "not_ready",
+    "overloaded",
+    "wrong_field",
+]
 
 KINDS = {
     400: "invalid_request_error",
@@ -13,6 +27,10 @@ KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+
+
+# What pydantic puts into a place where a value may be of several kinds: the kind that it tried there.
+_KIND = re.compile(r"str$|(list|literal|dict)\[|[A-Z]")
 
 
 class ApiError(Exception):
@@ -79,3 +97,21 @@ def expired(seconds: float) -> ApiError:
     return ApiError(
         504, "deadline_exceeded", f"the request was not done after {seconds:g} s; ask for fewer tokens, or stream"
     )
+
+
+def wrong_field(found: Sequence[tuple[tuple[Any, ...], str]]) -> tuple[str, str]:
+    """Give the first field at fault, as a client knows it, and what is wrong with it.
+
+    A value that may be of several kinds (a string or a list) has an error for each; those that came furthest tell.
+
+    Args:
+        found: pydantic's errors: where, and what.
+    """
+    first = found[0][0]
+    begin = next((place for place, part in enumerate(first) if _KIND.match(str(part))), len(first))
+    rivals = [one for one in found if one[0][:begin] == first[:begin]] if begin < len(first) else found[:1]
+    furthest = max(len(where) for where, _ in rivals)
+    told = [one for one in rivals if len(one[0]) == furthest]
+    path = [str(part) for place, part in enumerate(told[0][0]) if place < begin or not _KIND.match(str(part))]
+    messages = list(dict.fromkeys(message for _, message in told))
+    return ".".join(path), " or ".join([messages[0], *(one.removeprefix("Input should be ") for one in messages[1:])])

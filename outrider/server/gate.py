@@ -52,7 +52,9 @@ class Gate:
         """Check one request, and pass it on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        sent, unread = _Sent(send), scope["method"] in ("POST", "PUT", "PATCH", "DELETE")
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the same head; the protocol sends no body after it
+        sent, unread = _Sent(send), scope["method"] == "POST"  # no other method has a body here
         try:
             headers = self._head(scope)
             if unread:

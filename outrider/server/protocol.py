@@ -55,6 +55,7 @@ class Speculation(Strict):
 class ContentPart(Strict):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Prediction(Strict):
@@ -82,6 +83,9 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    # An answer's own fields, which come back when a client appends it to the conversation.
+    refusal: str | None = None
+    annotations: list[Any] | None = None
 
 
 class TemplateSwitches(Strict):

@@ -101,10 +101,13 @@ def text_of(content: str | list[ContentPart] | None, where: str) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
+    texts = []
     for part in content:
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
             raise invalid(f"content of type {part.type!r:.60} is not supported: this server takes text only", where)
-    return "".join(part.text or "" for part in content)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _predicted(prediction: Prediction) -> str:

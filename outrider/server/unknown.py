@@ -28,7 +28,9 @@ REFUSED = {
     "use_beam_search": "beam search is not served",
     "web_search_options": "this server fetches nothing",
 }
-ALLOWED = {"modalities": ["text"]}  # of those, the value that says what is done anyway; null always does
+# Of those, values that say what is done anyway. Nothing, an empty list and false do, too, but for what they switch on.
+ALLOWED = {"modalities": ["text"], "reasoning_effort": "none"}
+ON_BY_BEING_THERE = ("audio", "web_search_options")
 
 
 def checked_fields(request: BaseModel, *, strict: bool) -> list[str]:
@@ -41,9 +43,11 @@ def checked_fields(request: BaseModel, *, strict: bool) -> list[str]:
     for path, value in unknown_fields(request):
         field = path.partition(".")[0]
         why = REFUSED.get(field)
+        if value is None:
+            continue  # null is how clients write what they do not say
         if why is None:
             found.append(path)
-        elif value is not None and value != ALLOWED.get(path):
+        elif (value or field in ON_BY_BEING_THERE) and value != ALLOWED.get(path):
             raise invalid(f"{path} is not supported: {why}", field, "unsupported_parameter")
     if strict and found:
         raise invalid(f"unknown fields: {', '.join(found[:10])}; leave them out", found[0], "unknown_parameter")

@@ -197,6 +197,24 @@ def test_echo_gives_the_prompt_back_with_its_logprobs(server: Local, plain: LLM)
     assert len(values) == len(expected.prompt_token_ids) + 3
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, "A", ["ab", "cde"]])
+def test_a_prompt_alone_is_scored(server: Local, plain: LLM, prompt: Any) -> None:
+    """What evaluation harnesses ask: no new token, and the log-probability of each of the prompt's own."""
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    expected = plain.generate(prompts, params(max_tokens=1, prompt_logprobs=1))
+    alone = plain.generate(prompts, params(max_tokens=0, prompt_logprobs=1))
+    asked = {"prompt": prompt, "max_tokens": 0, "temperature": 0, "echo": True, "logprobs": 1}
+    choices = server.post("/v1/completions", asked).json()["choices"]
+    for choice, text, one, longer in zip(choices, prompts, alone, expected, strict=True):
+        assert (choice["text"], choice["finish_reason"], one.token_ids) == (text, "length", ())
+        assert one.prompt_logprobs == longer.prompt_logprobs
+        assert one.prompt_logprobs is not None
+        known = [found.logprob for found in one.prompt_logprobs if found is not None]
+        assert len(known) == len(one.prompt_token_ids) - 1
+        assert choice["logprobs"]["token_logprobs"] == [None, *(pytest.approx(value, abs=1e-5) for value in known)]
+        assert len(choice["logprobs"]["top_logprobs"]) == len(choice["logprobs"]["tokens"])
+
+
 def test_one_token_a_chunk_where_asked_for(server: Local, fresh: LLM) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0, "speculation": FIXED}
     whole = server.post("/v1/completions", asked).json()
@@ -263,6 +281,34 @@ def test_unknown_fields_are_named_or_refused(server: Local, fresh: LLM) -> None:
     assert answer.headers["x-outrider-ignored-fields"] == '["colour", "stream_options.speed"]'
     with local(fresh, strict=True) as other:
         assert other.error("/v1/completions", asked)["param"] == "colour"
+
+
+def test_an_answer_may_be_sent_back_as_it_came(fresh: LLM) -> None:
+    """Clients append an answer's message to the conversation, with all its fields; null is what they do not say."""
+    with local(fresh, strict=True) as server:
+        answer = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, "temprature": None})
+        said = {**answer.json()["choices"][0]["message"], "audio": None, "function_call": None, "annotations": []}
+        again = server.post("/v1/chat/completions", {"messages": [*CHAT, said, *CHAT], "max_tokens": 2})
+        assert (again.status_code, "x-outrider-ignored-fields" in again.headers) == (200, False)
+        asked = {"max_tokens": 8, "temperature": 0}
+        texts = [
+            server.post("/v1/chat/completions", {**asked, "messages": [*CHAT, {"role": "assistant", **refused}, *CHAT]})
+            for refused in (
+                {"content": "I cannot."},
+                {"content": None, "refusal": "I cannot."},
+                {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+            )
+        ]
+        assert len({one.json()["choices"][0]["message"]["content"] for one in texts}) == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"suffix": ""}, {"use_beam_search": False}, {"functions": []}, {"reasoning_effort": "none"}, {"audio": None}],
+)
+def test_what_asks_for_nothing_is_served(server: Local, asked: dict[str, Any]) -> None:
+    answer = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, **asked})
+    assert (answer.status_code, "x-outrider-ignored-fields" in answer.headers) == (200, False)
 
 
 SAMPLED = {"temperature": 1.0, "seed": 2}

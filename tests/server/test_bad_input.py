@@ -120,6 +120,47 @@ def test_wrong_chats_are_refused_by_name(server: Local, change: dict[str, Any]) 
     assert answer.status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"stop": [1]}, "stop.0"), ({"stop": 5}, "stop"), ({"prompt": None}, "prompt"), ({"prompt": [1, "a"]}, "prompt.0"),
+        ({"speculation": "on"}, "speculation"), ({"speculation": 3}, "speculation"),
+        ({"speculation": {"num_speculative_tokens": 65}}, "speculation.num_speculative_tokens"),
+        ({"logit_bias": {"5": None}}, "logit_bias.5"), ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ],
+)  # fmt: skip
+def test_the_field_at_fault_is_named_as_clients_know_it(server: Local, change: dict[str, Any], param: str) -> None:
+    error = server.error("/v1/completions", {**TEXT, **change})
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompt": "\ud800"}, {"bad_words": ["\ud800"]}, {"prediction": {"type": "content", "content": "\ud800"}}],
+)
+def test_half_a_character_is_refused(server: Local, change: dict[str, Any]) -> None:
+    answer = raw(server, "/v1/completions", json.dumps({**TEXT, **change}).encode())
+    assert answer.status_code == 400
+    assert "surrogate" in clean(answer)["message"]
+
+
+def test_other_methods_are_answered_by_what_there_is(server: Local) -> None:
+    for path in ("/live", "/v1/models", "/metrics"):
+        head = server.run(server.client.head(path))
+        assert head.status_code == 200  # as for GET; the protocol leaves the body out
+        for method in ("PUT", "DELETE", "PATCH", "OPTIONS"):
+            answer = server.run(server.client.request(method, path))
+            assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+            clean(answer)
+    for method in ("GET", "HEAD", "PUT"):
+        answer = server.run(server.client.request(method, "/v1/completions"))
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert "/openapi.json" in clean(server.get("/v1/completions/"))["message"]
+    empty = raw(server, "/v1/completions", b"")
+    assert (empty.status_code, clean(empty)["code"]) == (400, "invalid_json")
+
+
 def test_a_null_means_the_default(server: Local) -> None:
     names = ("temperature", "top_p", "n", "seed", "stop", "logit_bias", "stream", "speculation", "response_format")
     assert server.post("/v1/completions", {**TEXT, **dict.fromkeys(names)}).status_code == 200
