@@ -69,6 +69,12 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> None:
         raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
+def _switch(name: str, value: object) -> None:
+    """Refuse what only looks like a switch: the text "false", say, which Python takes for true."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
+
+
 def _one_of(name: str, value: str, kind: type[StrEnum]) -> Any:
     try:
         return kind(value)
@@ -153,6 +159,8 @@ class SpeculationConfig:
         object.__setattr__(self, "method", "+".join(methods_of(self.method)))
         object.__setattr__(self, "verification", _one_of("verification", self.verification, Verification))
         _whole("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFT_TOKENS)
+        _switch("suffix_sharing", self.suffix_sharing)
+        _switch("allow_failure", self.allow_failure)
         _whole("prompt_lookup_max", self.prompt_lookup_max, 1, 64)
         _whole("prompt_lookup_min", self.prompt_lookup_min, 1, 64)
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -167,6 +175,8 @@ class SpeculationConfig:
 
     def _check_model(self) -> None:
         """Check that a draft is named where one is needed, and nowhere else."""
+        if isinstance(self.model, str) and not self.model.strip():
+            raise ConfigError("speculative_model is empty; give a Hub id, a folder or a .gguf file, or leave it out")
         wanted = [str(method) for method in self.methods if method.takes_model]
         if wanted and self.model is None:
             raise ConfigError(f"method {wanted[0]!r} needs a draft: pass speculative_model=...")
@@ -297,6 +307,8 @@ class EngineConfig:
             _whole("max_model_len", self.max_model_len, 2)
         _whole("max_num_seqs", self.max_num_seqs, 1, 4096)
         _whole("prefill_chunk_size", self.prefill_chunk_size, 1)
+        for name in ("exact", "prefix_caching", "share_prefixes"):
+            _switch(name, getattr(self, name))
         if self.kv_cache_bytes is not None:
             _whole("kv_cache_bytes", self.kv_cache_bytes, 1)
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:

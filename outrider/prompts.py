@@ -52,7 +52,7 @@ def read_text(file: Path) -> str:
         InvalidRequestError: It cannot be read.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the prompt file {file} cannot be read ({error})") from None
 
@@ -64,7 +64,7 @@ def read_objects(file: Path) -> list[tuple[str, Any]]:
         InvalidRequestError: It cannot be read, or a line is not JSON.
     """
     found = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(read_text(file).split("\n"), 1):  # a line separator may stand within a string
         if line.strip():
             place = f"{file}:{number}"
             try:

@@ -12,6 +12,7 @@ from outrider.errors import ModelLoadError
 from outrider.model.blueprint import read_config
 from outrider.model.checkpoint import (
     StoredTensor,
+    check_source,
     default_model_source,
     download,
     first_line,
@@ -85,6 +86,7 @@ def model_source(source: str | Path | None, revision: str | None = None) -> Mode
         UnsupportedModelError: transformers does not know its kind.
     """
     text = default_model_source() if source is None or source == "default" else str(source)
+    check_source(text if source is None else source)
     path = Path(text).expanduser()
     if path.is_dir():
         return _of_folder(path, path.resolve().name)

@@ -72,7 +72,7 @@ def _question(place: str, number: int, found: Any) -> Question:
     if prompt is not None:
         return Question(str(found.get("id", number)), str(found.get("category", "prompts")), prompt)
     raise InvalidRequestError(
-        f'{place} must be an object with "turns" (a list of strings), "prompt" (a string) or "messages" (a list)'
+        f'{place} must be an object with "turns" (a list of strings), "prompt" (a string) or "messages" (one or more)'
     )
 
 

@@ -19,10 +19,11 @@ from outrider.bench.questions import conversations
 from outrider.bench.run import Outcome
 from outrider.bench.trials import OFF, Reply, Setting, Trial
 from outrider.errors import ConfigError, OutriderError
+from outrider.model.checkpoint import first_line
 from outrider.outputs import SpeculationStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from outrider.bench.plan import Plan
     from outrider.bench.questions import Question
@@ -84,11 +85,13 @@ def connect(
         names = [str(one["id"]) for one in entries]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--url {url!r} does not answer GET /v1/models ({type(error).__name__}: {error}); check the address, that "
+            f"--url {url!r} does not answer GET /v1/models ({first_line(error)}); check the address, that "
             "the server is up, and the key in OPENAI_API_KEY"
         ) from None
-    if not names or (model is not None and model not in names):
-        raise ConfigError(f"--served-model {model!r} is not served at {url}; it serves {', '.join(names) or 'nothing'}")
+    if not names:
+        raise ConfigError(f"{url} serves no model; load one there first")
+    if model is not None and model not in names:
+        raise ConfigError(f"--served-model {model!r} is not served at {url}; it serves {', '.join(names)}")
     chosen = entries[names.index(model) if model is not None else 0]
     return Server(base, key, str(chosen["id"]), chosen.get("owned_by") == "outrider", count)
 
@@ -214,7 +217,7 @@ class RemoteBench:
         try:
             async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
                 if answer.status_code == 200:
-                    async for line in answer.aiter_lines():
+                    async for line in _lines(answer):
                         stream.take(line, time.perf_counter())
                 else:
                     said = (await answer.aread()).decode(errors="replace")[:300]
@@ -243,10 +246,14 @@ class _Stream:
             self.ended = True
             return
         event = json.loads(data)
-        if "error" in event:
-            self.error = json.dumps(event["error"])[:300]
-        self.usage = event.get("usage") or self.usage
-        pieces = [_piece(choice.get("delta") or {}) for choice in event.get("choices") or []]
+        try:
+            if "error" in event:
+                self.error = json.dumps(event["error"])[:300]
+            self.usage = dict(event.get("usage") or self.usage)
+            pieces = [_piece(choice.get("delta") or {}) for choice in event.get("choices") or []]
+        except (TypeError, AttributeError, ValueError):
+            self.error = self.error or f"an event is none of a chat's: {data[:200]}"
+            return
         if any(pieces):
             self.text += "".join(pieces)
             self.times.append(now)
@@ -255,6 +262,8 @@ class _Stream:
         """Give what came of it."""
         ended = time.perf_counter()
         error, tokens = self.error, self.usage.get("completion_tokens")
+        if not isinstance(tokens, int):
+            tokens = None
         if error is None and not self.ended:
             error = "the stream broke off"
         if tokens is None and count is not None:
@@ -267,6 +276,17 @@ class _Stream:
         # What comes after the last piece of text (usage, the end mark) is no reader's time.
         last = self.times[-1] if self.times else ended
         return Reply(kind, tokens or 0, last - began, first, gaps, stats, text=self.text, error=error)
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """Give a stream's lines. They end with line breaks alone: a text may hold other separators (U+2028) as they are."""
+    rest = b""
+    async for part in answer.aiter_bytes():
+        *whole, rest = (rest + part).split(b"\n")
+        for line in whole:
+            yield line.decode("utf-8").rstrip("\r")
+    if rest:
+        yield rest.decode("utf-8")
 
 
 def _piece(delta: dict[str, Any]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -123,6 +125,9 @@ app.command("pair", help=PAIR_HELP, epilog=PAIR_EXAMPLES)(pair)
 
 def main() -> None:
     """Run the command line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: what is said then is for nobody
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - for as long as we run
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model may say what the terminal cannot show
             stream.reconfigure(errors="replace")

@@ -19,6 +19,7 @@ from outrider.cli.bench_run import measured
 from outrider.cli.console import FAILED, INTERRUPTED, reported, say
 from outrider.cli.options import SAMPLING, STOPPING, ModelOptions
 from outrider.cli.show import wants_colour
+from outrider.cli.values import check_models, check_writable, one_model
 from outrider.config import Method, methods_of
 from outrider.errors import ConfigError
 
@@ -171,9 +172,7 @@ class BenchOptions:
 def bench(options: BenchOptions, model: ModelOptions) -> None:
     """Check everything that needs no model, measure, and report."""
     with reported(show_traceback=options.traceback):
-        if options.target is not None and model.model is not None:
-            raise ConfigError(f"the model is given twice: {options.target!r} and --model {model.model!r}")
-        model = replace(model, model=options.target or model.model)
+        model = replace(model, model=one_model(options.target, model.model))
         _check_outputs(options)
         questions = options.questions()
         if options.url is not None:
@@ -194,9 +193,12 @@ def bench(options: BenchOptions, model: ModelOptions) -> None:
 def _measure_local(options: BenchOptions, model: ModelOptions, questions: list[Question]) -> Measured:
     """Check all settings, then load one engine after another; Ctrl-C keeps what was measured."""
     _check_peers(options.peer)
+    if options.served_model is not None:
+        raise ConfigError("--served-model is what a server calls its model; give --url with it, or leave it out")
     base = model.arguments()
     plan = options.plan(_methods(options, model, base))
     jobs = _jobs(base, plan)
+    check_models(base)
     from outrider.bench.local import LocalBench
     from outrider.bench.report import prompt_facts, report_of
 
@@ -211,6 +213,8 @@ def _methods(options: BenchOptions, model: ModelOptions, base: dict[str, Any]) -
     """Give what to measure, plain decoding first: what was named, or lookup and what draft or config file imply."""
     if options.methods is not None:
         named = [one.strip() for one in options.methods.split(",") if one.strip()]
+        if not named:
+            raise ConfigError("--methods names none; give one or more, such as ngram,draft_model, or leave it out")
     else:
         named = [str(Method.NGRAM)]
         if model.config is not None and base["method"] is not None:
@@ -250,9 +254,10 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _check_outputs(options: BenchOptions) -> None:
     """Refuse, before any work, a report that could not be written."""
-    for name, path in (("--json", options.json_file), ("--html", options.html_file)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{name} {path} cannot be written: name a file in a folder that exists")
+    check_writable("--json", options.json_file)
+    check_writable("--html", options.html_file)
+    if options.html_file is not None and options.html_file == options.json_file:
+        raise ConfigError(f"--json and --html both name {options.html_file}; name two files")
     if options.html_file is not None and find_spec("matplotlib") is None:
         raise ConfigError("--html needs matplotlib, which is not installed: pip install 'outrider[bench]'")
 
@@ -262,7 +267,7 @@ def _write(report: dict[str, Any], options: BenchOptions) -> None:
 
     from outrider.cli.bench_tables import show_report
 
-    show_report(report, Console(file=sys.stdout, no_color=not wants_colour(), highlight=False))
+    show_report(report, Console(file=sys.stdout, no_color=not wants_colour(), highlight=False, markup=False))
     if options.json_file is not None:
         options.json_file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         say(f"figures: {options.json_file}")

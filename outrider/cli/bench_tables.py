@@ -101,7 +101,7 @@ def _memory(memory: dict[str, dict[str, Any]], console: Console) -> None:
 
 def _losses(report: dict[str, Any], console: Console) -> None:
     found = report["losses"]
-    compared = [one for one in report["cells"] if one["status"] == "measured" and not one["plain"]]
+    compared = [one for one in report["cells"] if one["status"] == "measured" and one["speedup"] is not None]
     if not compared:
         return
     if not found:

@@ -38,6 +38,13 @@ def reported(*, show_traceback: bool) -> Iterator[None]:
             traceback.print_exc()
         say(f"error: {error}")
         raise typer.Exit(WRONG_INPUT) from None
+    except BrokenPipeError:
+        raise  # nobody reads on, such as `| head`: Typer ends the program for that
+    except OSError as error:  # a disk that is full, a file that went away
+        if show_traceback:
+            traceback.print_exc()
+        say(f"error: {error}")
+        raise typer.Exit(FAILED) from None
     except BaseException as error:
         # Ctrl-C may fall into the middle of a round, whose clearing up can then fail in turn.
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
@@ -79,8 +86,9 @@ def working(what: str, *, quiet: bool) -> Iterator[None]:
         yield
     elif sys.stderr.isatty():
         from rich.console import Console
+        from rich.markup import escape
 
-        with Console(stderr=True).status(what):
+        with Console(stderr=True).status(escape(what)):
             yield
     else:
         say(what)
@@ -96,7 +104,7 @@ def byte_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] |
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    columns = TextColumn(what, markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -113,7 +121,12 @@ def turns(total: int, *, quiet: bool) -> Iterator[Callable[[str, int], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=total)
             ending = 0

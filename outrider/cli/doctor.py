@@ -13,7 +13,8 @@ from typer import Argument, Option
 from outrider.cli.console import reported, say, working
 from outrider.cli.options import DRAFTING, SAMPLING, STOPPING, ModelOptions
 from outrider.cli.prompts import read_prompts
-from outrider.errors import ConfigError, InvalidRequestError
+from outrider.cli.values import one_model
+from outrider.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from outrider.advice.doctor import Diagnosis
@@ -70,12 +71,10 @@ class DoctorOptions:
 def doctor(examining: DoctorOptions, model: ModelOptions) -> None:
     """Examine, then show what was found."""
     with reported(show_traceback=examining.traceback):
-        if examining.target is not None and model.model is not None:
-            raise ConfigError(f"the model is given twice: {examining.target!r} and --model {model.model!r}")
         if not 0 <= examining.temperature <= 100:
             raise InvalidRequestError(f"--temperature must be 0 to 100, got {examining.temperature}")
         given = read_prompts(None, None, examining.file) if examining.file is not None else None
-        model = replace(model, model=examining.target or model.model)
+        model = replace(model, model=one_model(examining.target, model.model))
         arguments = model.arguments()
         with working(f"examining {model.shown_model}", quiet=examining.as_json):
             from outrider.advice.doctor import diagnose
@@ -114,21 +113,22 @@ def record_of(found: Diagnosis) -> dict[str, Any]:
 def show_diagnosis(found: Diagnosis) -> None:
     """Print a diagnosis for people."""
     from rich.console import Console
+    from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # names and remedies may hold brackets
     by = f"with {found.draft} ({found.method})" if found.draft else f"by {found.method}"
-    console.print(f"[bold]{found.target}[/bold], drafting {by}", soft_wrap=True)
+    console.print(Text.assemble((found.target, "bold"), f", drafting {by}"), soft_wrap=True)
     if found.evidence is not None:
         _show_evidence(console, found.evidence)
     if found.healthy:
-        console.print("\n[bold green]Nothing found that costs speed.[/bold green]")
+        console.print("\nNothing found that costs speed.", style="bold green")
     for one in found.findings:
         colour = {"severe": "red", "moderate": "yellow"}.get(one.severity, "dim")
-        console.print(f"\n[bold {colour}]{one.severity}: {one.code}[/bold {colour}]")
+        console.print(f"\n{one.severity}: {one.code}", style=f"bold {colour}")
         console.print(f"  {_capital(one.what)}.")
         numbers = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in one.evidence.items())
-        console.print(f"  [dim]evidence:[/dim] {numbers}")
-        console.print(f"  [dim]remedy:[/dim]   {one.remedy}")
+        console.print(Text.assemble(("  evidence: ", "dim"), numbers))
+        console.print(Text.assemble(("  remedy:   ", "dim"), one.remedy))
     for note in found.notes:
         say(f"note: {note}")
 

@@ -48,7 +48,7 @@ def tables(proof: Proof, tokenizer: Any, recalls: list[Recall] | None) -> None:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else WIDTH
-    console = Console(file=sys.stdout, no_color=not wants_colour(), highlight=False, width=width)
+    console = Console(file=sys.stdout, no_color=not wants_colour(), highlight=False, markup=False, width=width)
     compared = [cell for cell in proof.cells if not cell.by_distribution]
     drawn = [cell for cell in proof.cells if cell.by_distribution]
     if compared:
@@ -151,7 +151,7 @@ def closing(proof: Proof, target: Target, recalls: Sequence[Recall] | None) -> s
     parts = []
     if texts:
         reach = f" (with 95 % confidence, of texts like these fewer than {3 / texts:.2%} have one)" if texts > 3 else ""
-        parts.append(f"{texts} texts, {ties} near-ties, no defect{reach}")
+        parts.append(f"{texts} texts, {ties} near-{'tie' if ties == 1 else 'ties'}, no defect{reach}")
     drawn = sum(len(cell.speculative) for cell in proof.cells if cell.by_distribution)
     if drawn:
         parts.append(f"{drawn} texts follow the target's distribution, as far as the table says")

@@ -123,6 +123,8 @@ def generate(
         )
         if (output.logprobs, output.prompt_logprobs) != (None, None) and not output.as_json:
             raise InvalidRequestError("--logprobs and --prompt-logprobs are shown with --json only; add it")
+        if output.repeat > 1 and not output.compare:
+            raise InvalidRequestError(f"--repeat {output.repeat} is how often --compare runs; add that")
         prompts = read_prompts(prompt.prompt, prompt.prompt_option, prompt.file)
         if not output.quiet:
             mention_config(model.config)

@@ -206,7 +206,8 @@ class ModelOptions:
         ),
     ] = None
     threads: Annotated[
-        int | None, Option("--threads", min=1, help="CPU threads.", show_default="torch's", rich_help_panel=MODEL)
+        int | None,
+        Option("--threads", min=1, max=1024, help="CPU threads.", show_default="torch's", rich_help_panel=MODEL),
     ] = None
 
     @property

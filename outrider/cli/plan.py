@@ -11,10 +11,12 @@ from typer import Argument, Option
 
 from outrider.cli.console import reported, say, working
 from outrider.cli.options import ModelOptions
+from outrider.cli.values import one_model
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from outrider.advice.forecast import Forecast
     from outrider.advice.plan import Plan
@@ -79,14 +81,12 @@ class PlanOptions:
 def plan(planning: PlanOptions, model: ModelOptions) -> None:
     """Make the plan and show it."""
     with reported(show_traceback=planning.traceback):
-        if planning.target is not None and model.model is not None:
-            raise ConfigError(f"the model is given twice: {planning.target!r} and --model {model.model!r}")
         if planning.gpu is not None and model.device is not None:
             raise ConfigError(f"--gpu {planning.gpu!r} and --device {model.device!r} name two places; give one")
         from outrider.advice.cards import card_named
 
         card = None if planning.gpu is None else card_named(planning.gpu)
-        arguments = replace(model, model=planning.target or model.model).arguments()
+        arguments = replace(model, model=one_model(planning.target, model.model)).arguments()
         if planning.draft_shape is not None and model.method is None:
             arguments["method"] = None  # a draft is named after all
             if model.num_speculative_tokens is None:
@@ -120,7 +120,7 @@ def show_plan(made: Plan) -> None:
     """Print a plan for people."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # names may hold brackets
     _show_bill(console, made)
     _show_fit(console, made)
     _show_overlap(console, made)
@@ -133,12 +133,12 @@ def show_plan(made: Plan) -> None:
 def _show_bill(console: Console, made: Plan) -> None:
     bill = made.bill
     drafting = f", drafting with {made.draft}" if made.draft else f", drafting by {made.method}"
-    console.print(f"[bold]{made.target}[/bold]{drafting}, on {bill.place.name} ({_size(bill.place.total)}"
-                  f"{'' if bill.place.device == 'cuda' else ' free'})", soft_wrap=True)  # fmt: skip
+    where = f", on {bill.place.name} ({_size(bill.place.total)}{'' if bill.place.device == 'cuda' else ' free'})"
+    console.print(_begun(made.target, drafting + where), soft_wrap=True)
     table = _table("memory", "", "", "")
     for line in bill.lines:
         table.add_row(line.what, _size(line.num_bytes), line.how, line.detail)
-    table.add_row("[bold]in all[/bold]", f"[bold]{_size(bill.total)}[/bold]", "", "")
+    table.add_row("in all", _size(bill.total), "", "", style="bold")
     console.print(table)
 
 
@@ -155,7 +155,7 @@ def _show_fit(console: Console, made: Plan) -> None:
             f"at that length, {bill.longest_alone} tokens alone."
         )
         return
-    console.print(f"[bold red]It does not fit:[/bold red] {bill.problem}.")
+    console.print(_begun("It does not fit:", f" {bill.problem}.", "bold red"))
     if bill.over:
         console.print(f"Weights and working memory alone are {_size(bill.over)} too much.")
     console.print("What would:" if made.remedies else "Nothing that was tried would.")
@@ -181,7 +181,7 @@ def _show_overlap(console: Console, made: Plan) -> None:
 def _show_forecasts(console: Console, made: Plan) -> None:
     from outrider.advice.forecast import AGREEMENTS, ASSUMPTIONS, BATCHES
 
-    console.print("\n[bold]Predicted speedup over plain decoding[/bold], and the draft length (K) it takes")
+    console.print(_begun("\nPredicted speedup over plain decoding", ", and the draft length (K) it takes"))
     for method in dict.fromkeys(one.method for one in made.forecasts):
         console.print(f"  {method}")
         table = _table("texts", *(f"agree {one:.0%}" for one in AGREEMENTS))
@@ -196,7 +196,7 @@ def _show_forecasts(console: Console, made: Plan) -> None:
             f"{machine.bandwidth / 1e9:.0f} GB/s, {machine.compute / 1e12:.0f} TFLOPS, as the datasheet states them."
         )
     for words in (*ASSUMPTIONS, limits):
-        console.print(f"[dim]- {words}[/dim]")
+        console.print(f"- {words}", style="dim")
 
 
 def _cell(one: Forecast) -> str:
@@ -206,10 +206,16 @@ def _cell(one: Forecast) -> str:
 def _show_candidates(console: Console, made: Plan) -> None:
     if not made.candidates:
         return
-    console.print("\n[bold]Drafts known for this model[/bold]")
+    console.print("\nDrafts known for this model", style="bold")
     for one in made.candidates:
         console.print(f"- {one.id} ({one.kind}){f': {one.note}' if one.note else ''}", soft_wrap=True)
-        console.print(f"  [dim]{one.source}[/dim]", soft_wrap=True)
+        console.print(f"  {one.source}", style="dim", soft_wrap=True)
+
+
+def _begun(strong: str, rest: str, style: str = "bold") -> Text:
+    from rich.text import Text
+
+    return Text.assemble((strong, style), rest)
 
 
 def _table(first: str, *others: str) -> Any:

@@ -28,12 +28,15 @@ def read_prompts(argument: str | None, option: str | None, file: Path | None) ->
         raise InvalidRequestError("give the prompt once: as PROMPT, with -p, or with -f")
     text = argument if argument is not None else option
     if file is not None and str(file) != "-":
-        return _lines(file) if file.suffix == ".jsonl" else [Prompt(_cut(read_text(file)))]
+        return _lines(file) if file.suffix == ".jsonl" else [_whole(file)]
     if text is not None and text != "-":
         return [Prompt(text)]
     if not given and sys.stdin.isatty():
         raise InvalidRequestError('there is no prompt: outrider generate "Write a haiku", -f FILE, or pipe one in')
-    piped = _cut(sys.stdin.read())
+    try:
+        piped = _cut(sys.stdin.read())
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"stdin is not {error.encoding} text ({error}); convert it, or use -f FILE") from None
     if not piped:
         raise InvalidRequestError('there is no prompt: stdin is empty; outrider generate "Write a haiku", or -f FILE')
     return [Prompt(piped)]
@@ -41,6 +44,13 @@ def read_prompts(argument: str | None, option: str | None, file: Path | None) ->
 
 def _cut(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def _whole(file: Path) -> Prompt:
+    text = _cut(read_text(file))
+    if not text:
+        raise InvalidRequestError(f"the prompt file {file} is empty; write a prompt into it")
+    return Prompt(text)
 
 
 def _lines(file: Path) -> list[Prompt]:
@@ -53,5 +63,5 @@ def _lines(file: Path) -> list[Prompt]:
 def _line(place: str, found: Any) -> Prompt:
     prompt = prompt_of(found)
     if prompt is None:
-        raise InvalidRequestError(f'{place} must be an object with "prompt" (a string) or "messages" (a list)')
+        raise InvalidRequestError(f'{place} must be an object with "prompt" (a string) or "messages" (one or more)')
     return prompt

@@ -17,6 +17,7 @@ from typer import Argument, Option
 from outrider.cli.config_option import mention_config
 from outrider.cli.console import reported, say
 from outrider.cli.options import ModelOptions
+from outrider.cli.values import one_model
 from outrider.errors import ConfigError
 from outrider.server.settings import ServerSettings
 
@@ -214,9 +215,7 @@ def _stopped(*_: object) -> None:
 def serve(server: ServeOptions, model: ModelOptions) -> None:
     """Take the port, then load, then serve until told to stop."""
     with reported(show_traceback=server.traceback):
-        if server.target is not None and model.model is not None:
-            raise ConfigError(f"the model is given twice: {server.target!r} and --model {model.model!r}")
-        model = replace(model, model=server.target or model.model)
+        model = replace(model, model=one_model(server.target, model.model))
         settings = server.settings(model.max_num_seqs)
         mention_config(model.config)
         model.arguments()  # what is wrong with them is said before the port is taken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +16,10 @@ from outrider.bench.plan import engine_arguments, whole_numbers
 from outrider.bench.questions import BUILTIN, read_questions, spread
 from outrider.bench.trials import Budget
 from outrider.cli.bench import BENCH_WITHOUT
-from outrider.cli.console import INTERRUPTED, reported, say
+from outrider.cli.console import FAILED, INTERRUPTED, reported, say
 from outrider.cli.options import SAMPLING, STOPPING, ModelOptions
 from outrider.cli.show import wants_colour
+from outrider.cli.values import check_models, check_writable, one_model
 from outrider.config import Method, methods_of
 from outrider.config_file import CONFIG_NAME
 from outrider.errors import ConfigError
@@ -112,22 +115,21 @@ class TuneOptions:
 def tune(options: TuneOptions, model: ModelOptions) -> None:
     """Check everything that needs no model, search, and write what was found."""
     with reported(show_traceback=options.traceback):
-        if options.target is not None and model.model is not None:
-            raise ConfigError(f"the model is given twice: {options.target!r} and --model {model.model!r}")
-        model = replace(model, model=options.target or model.model)
-        if options.output.is_dir() or not options.output.absolute().parent.is_dir():
-            raise ConfigError(f"--output {options.output} cannot be written: name a file in a folder that exists")
-        if options.budget <= 0:
-            raise ConfigError(f"--budget must be above 0 minutes, got {options.budget:g}")
+        model = replace(model, model=one_model(options.target, model.model))
+        check_writable("--output", options.output)
+        if not 0 < options.budget < math.inf:
+            raise ConfigError(f"--budget must be a number of minutes above 0, got {options.budget:g}")
         questions = spread(read_questions(options.dataset), options.num_prompts)
-        base, methods = _absolute(model.arguments()), _methods(options, model)
+        arguments = model.arguments()
+        base, methods = _absolute(arguments), _methods(options, model)
         wish = _wish(options, base, methods)
+        check_models(arguments)
         search = _search(options, wish, base, questions)
         model.use_threads()
         interrupted = _run(search, quiet=options.quiet)
-        _close(search, options, base)
-        if interrupted:
-            raise typer.Exit(INTERRUPTED)
+        found = _close(search, options, base)
+        if interrupted or not found:
+            raise typer.Exit(INTERRUPTED if interrupted else FAILED)
 
 
 def _methods(options: TuneOptions, model: ModelOptions) -> list[str]:
@@ -194,7 +196,7 @@ def _run(search: Search, *, quiet: bool) -> bool:
     """Search with progress; say whether Ctrl-C ended it."""
     total = 60 * search.wish.minutes
     if not quiet:
-        say(f"budget: {search.wish.minutes:g} minutes, for {len(search.wish.variants)} methods")
+        say(f"budget: {search.wish.minutes:g} minutes, for {', '.join(one.title for one in search.wish.variants)}")
     try:
         if quiet:
             search.run()
@@ -205,7 +207,7 @@ def _run(search: Search, *, quiet: bool) -> bool:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+            columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
             with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
                 task = bar.add_task("", total=total)
                 search.tell = lambda what: bar.update(task, description=what, completed=total - search.left)
@@ -222,21 +224,23 @@ def _line(search: Search, what: str) -> None:
         say(f"[{search.wish.minutes - search.left / 60:.1f} of {search.wish.minutes:g} min] {what}")
 
 
-def _close(search: Search, options: TuneOptions, base: dict[str, Any]) -> None:
-    """Show what was found, write the file, and give other engines' flags."""
+def _close(search: Search, options: TuneOptions, base: dict[str, Any]) -> bool:
+    """Show what was found, write the file, and give other engines' flags; say whether there was anything to write."""
     from rich.console import Console
 
     from outrider.cli.tune_tables import show_equivalents, show_search
     from outrider.tune.verdict import config_text, verdict_of
 
-    console = Console(file=sys.stdout, no_color=not wants_colour(), highlight=False)
+    console = Console(file=sys.stdout, no_color=not wants_colour(), highlight=False, markup=False)
     verdict = verdict_of(search)
     show_search(search, verdict, console)
     if verdict is None:
-        raise typer.Exit(1)
+        return False
     options.output.write_text(config_text(verdict, base, _notes(search, verdict, options)), encoding="utf-8")
-    console.print(f"\nwrote {options.output}: outrider serve --config {options.output}", markup=False)
+    named = shlex.quote(str(options.output))
+    console.print(f"\nwrote {options.output}: outrider serve --config {named}", markup=False)
     show_equivalents(verdict, base.get("speculative_model"), console)
+    return True
 
 
 def _notes(search: Search, verdict: Verdict, options: TuneOptions) -> list[str]:

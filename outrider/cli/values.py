@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+from typing import TYPE_CHECKING
 
 from outrider.errors import ConfigError, InvalidRequestError
+from outrider.model.checkpoint import check_source
 
-__all__ = ["byte_count", "token_biases"]
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+__all__ = ["byte_count", "check_models", "check_writable", "one_model", "token_biases"]
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -38,3 +45,47 @@ def token_biases(pairs: list[str]) -> dict[int, float]:
         except ValueError:
             raise InvalidRequestError(f"--logit-bias must be ID=VALUE, such as 42=-1.5, got {pair!r}") from None
     return biases
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Refuse, before any work, a file that could not be written after it; what is there stays as it is.
+
+    Raises:
+        ConfigError: It is a folder, or lies where nothing can be written.
+    """
+    if file is None:
+        return
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {file} cannot be written: name a file in a folder that exists")
+    trial = file if file.exists() else file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        with trial.open("ab"):
+            pass
+        if trial is not file:
+            trial.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {file} cannot be written ({error.strerror}); name a file in a folder that can be written"
+        ) from None
+
+
+def one_model(argument: str | None, option: str | None) -> str | None:
+    """Give the target's name, which may stand as the command's argument or behind -m.
+
+    Raises:
+        ConfigError: It stands in both places.
+    """
+    if argument is not None and option is not None:
+        raise ConfigError(f"the model is given twice: {argument!r} and --model {option!r}")
+    return argument if argument is not None else option
+
+
+def check_models(arguments: dict[str, Any]) -> None:
+    """Refuse a target or a draft that is not there, before one of several engines is loaded.
+
+    Raises:
+        ModelLoadError: There is none of that name.
+    """
+    for name in ("model", "speculative_model"):
+        if isinstance(arguments.get(name), str):
+            check_source(arguments[name])

@@ -14,6 +14,7 @@ from typer import Argument, Option
 from outrider.cli.console import FAILED, byte_bar, reported, say, working
 from outrider.cli.options import SAMPLING, ModelOptions
 from outrider.cli.prompts import read_prompts
+from outrider.cli.values import check_writable, one_model
 from outrider.config import SpeculationConfig
 from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
@@ -123,11 +124,8 @@ class VerifyOptions:
 def verify(check: VerifyOptions, model: ModelOptions) -> None:
     """Check what needs no model, hash the weights where they are recorded, then generate, compare, judge and tell."""
     with reported(show_traceback=check.traceback):
-        if check.target is not None and model.model is not None:
-            raise ConfigError(f"the model is given twice: {check.target!r} and --model {model.model!r}")
-        model = replace(model, model=check.target or model.model)
-        if check.record is not None and (check.record.is_dir() or not check.record.absolute().parent.is_dir()):
-            raise ConfigError(f"--record {check.record} must be a file in a folder that is there")
+        model = replace(model, model=one_model(check.target, model.model))
+        check_writable("--record", check.record)
         if check.replay is None:
             defects = _Job(check, model.arguments(), model.threads).prove()
         else:

@@ -109,7 +109,7 @@ class Intake:
         return PredictionDrafter(expected[: self._max_model_len], prompt_length)
 
     def sequences(self, request: Request) -> list[Sequence]:
-        """Make the request's n sequences; with max_tokens 0 and no report on the prompt they are finished as they are."""
+        """Make the request's n sequences; with max_tokens 0 they have ended, unless the prompt is to be reported on."""
         params = request.params
         room = self._max_model_len - len(request.prompt_token_ids)
         limit = len(request.prompt_token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "StoredTensor",
+    "check_source",
     "default_model_source",
     "download",
     "first_line",
@@ -90,11 +91,27 @@ def default_model_source() -> str:
     return DEFAULT_HUB_ID
 
 
+def check_source(source: str | Path) -> None:
+    """Refuse what names no model: no file or folder here, and no Hub id; nothing is fetched or read.
+
+    Raises:
+        ModelLoadError: The name is empty, or nothing is there.
+    """
+    text = str(source)
+    if not text.strip():
+        raise ModelLoadError("the model's name is empty; give a Hub id, a folder or a .gguf file, or leave it out")
+    if Path(text).expanduser().exists():
+        return
+    if isinstance(source, Path) or not names_repository(text.partition(":")[0]):
+        raise ModelLoadError(f"no model at {text}: there is no such file or folder, and not a Hub id; check the path")
+
+
 def locate(source: str | Path, revision: str | None = None) -> Checkpoint:
     """Resolve a folder, a GGUF file, a Hub id or `hub_id:file.gguf`, and check that the files are there and whole.
 
     Raises: ModelLoadError naming the source, what is wrong with it, and the remedy.
     """
+    check_source(source)
     text = str(source)
     path = Path(text).expanduser()
     if path.is_dir():
@@ -106,8 +123,6 @@ def locate(source: str | Path, revision: str | None = None) -> Checkpoint:
             f"{text} is a file, but not a .gguf; give the folder that holds config.json and the .safetensors files"
         )
     repo, _, file = text.partition(":")
-    if isinstance(source, Path) or not names_repository(repo):
-        raise ModelLoadError(f"no model at {text}: there is no such file or folder, and not a Hub id; check the path")
     if file:
         if not file.endswith(".gguf"):
             raise ModelLoadError(f"{text}: what follows the colon must be the name of a .gguf file in {repo}")

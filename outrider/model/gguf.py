@@ -127,14 +127,15 @@ def _status(text: str, progress: Callable[[str], None] | None) -> AbstractContex
         return nullcontext()
     try:
         from rich.console import Console
+        from rich.markup import escape
     except ImportError:
         logger.warning(text)
         return nullcontext()
     console = Console(stderr=True)
     if not console.is_terminal:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
         return nullcontext()
-    return console.status(text)
+    return console.status(escape(text))
 
 
 def _convert(path: Path, header: GGUFHeader, dtype: torch.dtype, work: Path) -> None:

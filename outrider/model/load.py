@@ -166,7 +166,7 @@ def _device(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device must be a torch device such as 'cpu' or 'cuda:0', got {device!r}") from error
     if parsed.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for, but this torch sees no CUDA GPU; use device='cpu'")
+        raise ConfigError(f"device {str(device)!r} was asked for, but this torch sees no CUDA GPU; use device='cpu'")
     return parsed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from outrider.errors import ConfigError
@@ -82,10 +83,12 @@ class ServerSettings:
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
         for name in ("queue_seconds", "deadline_seconds", "stall_seconds", "header_seconds", "step_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.drain_seconds < 0:
-            raise ConfigError(f"drain_seconds must be 0 or more, got {self.drain_seconds}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {getattr(self, name)}")
+        if not 0 <= self.drain_seconds < math.inf:
+            raise ConfigError(f"drain_seconds must be a number, 0 or more, got {self.drain_seconds}")
+        if self.served_name is not None and not self.served_name.strip():
+            raise ConfigError("served_model_name must not be empty; name it, or leave it out")
         if not 0 <= self.verify_rate <= 1:
             raise ConfigError(f"verify_rate must be in [0, 1], got {self.verify_rate}")
         if self.reasoning_parser not in REASONING_PARSERS:

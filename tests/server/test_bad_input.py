@@ -123,7 +123,8 @@ def test_wrong_chats_are_refused_by_name(server: Local, change: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"stop": [1]}, "stop.0"), ({"stop": 5}, "stop"), ({"prompt": None}, "prompt"), ({"prompt": [1, "a"]}, "prompt.0"),
+        ({"stop": [1]}, "stop.0"), ({"stop": 5}, "stop"), ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt.0"),
         ({"speculation": "on"}, "speculation"), ({"speculation": 3}, "speculation"),
         ({"speculation": {"num_speculative_tokens": 65}}, "speculation.num_speculative_tokens"),
         ({"logit_bias": {"5": None}}, "logit_bias.5"), ({"response_format": {"type": "xml"}}, "response_format.type"),
