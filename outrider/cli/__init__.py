@@ -85,6 +85,17 @@ CHAT_HELP = """Talk with a model: a line is a message, the answer streams back.
 does Ctrl-D). Ctrl-C stops an answer, not the program. Works in a pipe: each line of stdin is a message.
 """
 
+CHAT_EXAMPLES = """**Examples**
+
+    outrider chat
+
+    outrider chat -m Qwen/Qwen2.5-7B-Instruct -md Qwen/Qwen2.5-0.5B-Instruct --system "Answer in one sentence."
+
+    printf 'Hello\\n/stats\\n' | outrider chat --temperature 0.7 --seed 1
+
+**Exit codes:** 0 you left, 2 something you gave was wrong, 130 interrupted.
+"""
+
 app = typer.Typer(
     name="outrider",
     help=ABOUT,
@@ -113,7 +124,7 @@ def _root(
 app.command("generate", cls=LlamaSpellings, help=GENERATE_HELP, epilog=GENERATE_EXAMPLES)(
     from_groups(generate.generate)
 )
-app.command("chat", cls=LlamaSpellings, help=CHAT_HELP)(from_groups(chat.chat))
+app.command("chat", cls=LlamaSpellings, help=CHAT_HELP, epilog=CHAT_EXAMPLES)(from_groups(chat.chat))
 app.command("serve", cls=LlamaSpellings, help=SERVE_HELP, epilog=SERVE_EXAMPLES)(from_groups(serve))
 app.command("verify", cls=LlamaSpellings, help=VERIFY_HELP, epilog=VERIFY_EXAMPLES)(from_groups(verify))
 app.command("bench", cls=LlamaSpellings, help=BENCH_HELP, epilog=BENCH_EXAMPLES)(from_groups(bench, BENCH_WITHOUT))

@@ -34,6 +34,10 @@ PAIR_EXAMPLES = """**Examples**
     outrider pair /tmp/pair --only draft --agreement 0.6 --force   # another draft for the same target
 
     outrider pair /tmp/small --target tiny --draft tiny --prompt-length 50
+
+    outrider plan /tmp/small/target -md /tmp/small/draft   # what next: plan and verify need no tokenizer
+
+**Exit codes:** 0 done, 1 the disk refused it, 2 something you gave was wrong, 130 interrupted.
 """
 
 

@@ -473,3 +473,56 @@ def test_a_slow_draft_is_shown_to_lose() -> None:
     assert cell["acceptance_rate"] == 1
     assert cell["time"]["draft"] > cell["time"]["verify"]
     assert losses([cell])
+
+
+class Strange(Chunked):
+    """Sends whatever a test wants, as a stream."""
+
+    events: ClassVar[list[Any]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        data = "".join(f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in self.events) + "data: [DONE]\n\n"
+        self._send(data.encode(), "text/event-stream")
+
+
+@pytest.fixture(scope="module")
+def strange() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([[1]], "none of a chat's"), ([5], "none of a chat's"), ([{"choices": 5}], "none of a chat's"),
+        ([{"choices": ["x"]}], "none of a chat's"), ([{"usage": "much"}], "none of a chat's"),
+        ([{"choices": [], "usage": {"completion_tokens": "many"}}], "tells no usage"),
+        ([{"choices": None, "usage": None}], "tells no usage"), ([{"error": {"message": "sorry"}}], "sorry"),
+    ],
+)  # fmt: skip
+def test_a_server_that_answers_nonsense_is_told_in_one_line(
+    strange: str, events: list[Any], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("httpx")
+    monkeypatch.setattr(Strange, "events", events)
+    done = CliRunner().invoke(app, ["bench", "--url", strange, "--dataset", str(folder / "questions.jsonl")])
+    assert (done.exit_code, done.exception.__class__) == (2, SystemExit), done.output
+    assert message in done.stderr
+
+
+def test_a_stream_may_hold_any_character(strange: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events end with line breaks alone: a text may hold a line separator as it is."""
+    pytest.importorskip("httpx")
+    piece = {"choices": [{"delta": {"content": "a\u2028b\u0085c"}}]}
+    monkeypatch.setattr(Strange, "events", [piece, {"choices": [], "usage": {"completion_tokens": 3}}])
+    file = folder / "any.json"
+    arguments = ["--dataset", str(folder / "questions.jsonl"), "--repeats", "1", "--json", str(file)]
+    done = CliRunner().invoke(app, ["bench", "--url", strange, *arguments])
+    assert done.exit_code == 0, done.output
+    assert "slower" not in done.stdout  # there is nothing to compare with
+    (cell,) = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    assert (cell["status"], cell["tokens"]) == ("measured", 12)
