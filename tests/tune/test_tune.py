@@ -123,6 +123,17 @@ def test_ctrl_c_keeps_what_was_found(folder: Path, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "x.toml").exists()
 
 
+def test_ctrl_c_before_anything_was_found_is_an_interruption_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_calibrate", interrupted)
+    tune(folder, tmp_path / "x.toml", "--methods", "ngram", code=130)
+    assert not (tmp_path / "x.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
