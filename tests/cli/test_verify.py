@@ -373,7 +373,7 @@ def test_what_is_no_record_is_refused(content: str, tmp_path: Path) -> None:
         (("--temperature", "-1"), "temperature must be in"),
         (("--top-p", "2"), "top_p must be in"),
         (("--quantization", "int8"), "add --exact"),
-        (("--record", "/nowhere/at/all.json"), "--record /nowhere/at/all.json must be a file"),
+        (("--record", "/nowhere/at/all.json"), "--record /nowhere/at/all.json cannot be written"),
         (("--model", "other"), "the model is given twice"),
         (("--prompts", "/nowhere.jsonl"), "cannot be read"),
         (("--method", "none"), "nothing to verify without guesses"),
