@@ -11,6 +11,7 @@ import torch
 from outrider.config import Method, SpeculationConfig, Verification
 from outrider.errors import ConfigError, ModelLoadError
 from outrider.model.dflash_files import is_block_draft
+from outrider.model.dtypes import parse_dtype
 from outrider.model.eagle_files import is_eagle
 from outrider.model.head_files import head_config
 from outrider.model.medusa_heads import is_medusa
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from outrider.model.quantize import Quantization
 
 __all__ = [
+    "check_draft_place",
     "check_draft_quantization",
     "check_exact",
     "check_parallel",
@@ -109,6 +111,19 @@ def resolve_device(device: torch.device | str | None, source: Any = None) -> tor
         return torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from error
+
+
+def check_draft_place(dtype: torch.dtype | str | None, device: torch.device | str | None) -> None:
+    """Refuse a dtype or a device of the draft that is none, before the target is loaded.
+
+    Raises:
+        ConfigError: There is no such one.
+    """
+    parse_dtype(dtype, "draft_dtype")
+    try:
+        resolve_device(device)
+    except ConfigError:
+        raise ConfigError(f"draft_device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from None
 
 
 def warn_lossy(verification: Verification) -> None:

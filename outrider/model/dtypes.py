@@ -51,8 +51,8 @@ def _cpu_has_bfloat16() -> bool:
     return bool(probe()) if probe is not None else False
 
 
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype meant by a spelling; None for "auto". Raises: ConfigError listing the spellings."""
+def parse_dtype(dtype: torch.dtype | str | None, name: str = "dtype") -> torch.dtype | None:
+    """The dtype meant by a spelling; None for "auto". Raises: ConfigError naming the setting, with the spellings."""
     if dtype is None or dtype == "auto":
         return None
     if isinstance(dtype, str):
@@ -60,5 +60,5 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     else:
         parsed = dtype if dtype in _SERVED_DTYPES else None
     if parsed is None:
-        raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)} or None, got {dtype!r}")
+        raise ConfigError(f"{name} must be one of auto, {', '.join(_DTYPES)} or None, got {dtype!r}")
     return parsed

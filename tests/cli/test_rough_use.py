@@ -195,6 +195,13 @@ def test_seconds_are_numbers(name: str) -> None:
             ServerSettings(**settings)
 
 
+@pytest.mark.parametrize("setting", ["draft_dtype", "draft_device"])
+def test_what_the_draft_is_to_have_is_checked_before_the_target_is_loaded(setting: str) -> None:
+    settings: dict[str, Any] = {setting: "nope"}
+    with pytest.raises(ConfigError, match=f"{setting} must be .*'nope'"):
+        LLM("/no/such/model", "/no/such/draft", **settings)
+
+
 # --- what is shown
 
 
