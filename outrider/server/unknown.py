@@ -28,7 +28,8 @@ REFUSED = {
     "use_beam_search": "beam search is not served",
     "web_search_options": "this server fetches nothing",
 }
-# Of those, values that say what is done anyway. Nothing, an empty list and false do, too, but for what they switch on.
+# Of those, values that say what is done anyway. Nothing, an empty list and false do, too, but for what they switch on,
+# and for what lies within a field that is served in part.
 ALLOWED = {"modalities": ["text"], "reasoning_effort": "none"}
 ON_BY_BEING_THERE = ("audio", "web_search_options")
 
@@ -47,7 +48,7 @@ def checked_fields(request: BaseModel, *, strict: bool) -> list[str]:
             continue  # null is how clients write what they do not say
         if why is None:
             found.append(path)
-        elif (value or field in ON_BY_BEING_THERE) and value != ALLOWED.get(path):
+        elif (value or path != field or field in ON_BY_BEING_THERE) and value != ALLOWED.get(path):
             raise invalid(f"{path} is not supported: {why}", field, "unsupported_parameter")
     if strict and found:
         raise invalid(f"unknown fields: {', '.join(found[:10])}; leave them out", found[0], "unknown_parameter")
