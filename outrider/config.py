@@ -180,6 +180,12 @@ class SpeculationConfig:
         wanted = [str(method) for method in self.methods if method.takes_model]
         if wanted and self.model is None:
             raise ConfigError(f"method {wanted[0]!r} needs a draft: pass speculative_model=...")
+        heads = [name for name in wanted if name != Method.DRAFT_MODEL]
+        if heads and not isinstance(self.model, str | Path):
+            raise ConfigError(
+                f"method {heads[0]!r} takes the folder or Hub id of a head, got {type(self.model).__name__}; "
+                "a model drafts with method='draft_model'"
+            )
         if not wanted and self.model is not None:
             raise ConfigError(
                 f"method {self.method!r} takes no draft model, got {self.model!r}; "
@@ -309,6 +315,8 @@ class EngineConfig:
         _whole("prefill_chunk_size", self.prefill_chunk_size, 1)
         for name in ("exact", "prefix_caching", "share_prefixes"):
             _switch(name, getattr(self, name))
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.kv_cache_bytes is not None:
             _whole("kv_cache_bytes", self.kv_cache_bytes, 1)
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:

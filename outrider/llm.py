@@ -139,18 +139,13 @@ class LLM:
             raise
 
     def _start(
-        self,
-        runner: TorchRunner,
-        drafter: Drafter | None,
-        config: EngineConfig,
-        speculation: SpeculationConfig,
+        self, runner: TorchRunner, drafter: Drafter | None, config: EngineConfig, speculation: SpeculationConfig
     ) -> None:
         lookahead = speculation.num_speculative_tokens
         per_slot = runner.bytes_per_slot + (drafter.bytes_per_slot if drafter else 0)
         working = working_bytes(self._owned, config, lookahead)
-        config, self._num_blocks = sized(
-            config, runner.context_length, per_slot, lookahead, runner.device, working=working
-        )
+        how = config, runner.context_length, per_slot, lookahead, runner.device
+        config, self._num_blocks = sized(*how, working=working)
         runner.allocate(self._num_blocks)
         if drafter is not None:
             drafter.allocate(self._num_blocks)
@@ -222,7 +217,11 @@ class LLM:
         **template_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of ``{"role", "content"}``), or a list of conversations."""
-        many = messages if messages and isinstance(messages[0], list) else [messages]
+        if not isinstance(messages, list | tuple):
+            raise InvalidRequestError(
+                f"messages must be a list of {{'role', 'content'}} or a list of such lists, got {messages!r:.100}"
+            )
+        many = messages if messages and isinstance(messages[0], list | tuple) else [messages]
         return self.generate(
             [self.render(one, **template_arguments) for one in many], sampling_params, progress=progress
         )
@@ -241,7 +240,7 @@ class LLM:
             raise InvalidRequestError(
                 f"the chat template of {self.loaded.name} refused the messages: {error}"
             ) from error
-        return token_ids(tokenizer, text, special=False)
+        return token_ids(tokenizer, text, "the conversation", special=False)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Generate for one prompt, and give what each round adds as it comes.

@@ -189,13 +189,6 @@ class Sequence:
         elif len(self.tokens) >= self.limit:
             self.finish("length", None, now)
 
-    def ended_by_prompt(self) -> bool:
-        """End a text that was to have no token: its prompt alone was to be read. Says whether it was such a one."""
-        if self.num_generated or self.limit > self.prompt_length:
-            return False
-        self.finish("length")
-        return True
-
     def _completes_grammar(self, token: int) -> bool:
         """Go on in the grammar, if there is one; say whether the text is over."""
         if self.constraint is None:
@@ -206,9 +199,17 @@ class Sequence:
     def finish(self, reason: str, stop_reason: str | int | None = None, now: float | None = None) -> None:
         """End the sequence."""
         if reason != "stop" or not isinstance(stop_reason, str):
-            self.detokenizer.finish()
+            stop = self.detokenizer.finish()
+            if stop is not None and reason != "abort":
+                reason, stop_reason = "stop", stop
         self.finish_reason, self.stop_reason = reason, stop_reason
         self.finished_at = time.perf_counter() if now is None else now
+
+    def ended_at_limit(self) -> bool:
+        """End a sequence that has no room for another token (max_tokens 0); say whether it was one."""
+        if not self.finished and len(self.tokens) >= self.limit:
+            self.finish("length")
+        return self.finished
 
     def fail(self, error: str) -> None:
         """End the sequence for a fault of its own; the text so far stands."""

@@ -48,6 +48,10 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
     known = {field.name for field in fields(SpeculationConfig)}
     for name in settings.keys() - known:
         raise ConfigError(f"there is no setting {name!r}; settings of drafting are {', '.join(sorted(known))}")
+    if given is not None and not hasattr(given, "items"):
+        raise ConfigError(
+            f"speculative_config must be a dict such as {{'method': 'ngram', 'num_speculative_tokens': 5}}, got {given!r}"
+        )
     if given is not None:
         unknown = sorted(set(given) - known - {"draft_tensor_parallel_size"})
         if unknown:

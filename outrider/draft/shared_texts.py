@@ -99,7 +99,14 @@ def load_corpus(path: Path, tokenize: Callable[[str], Sequence[int]], max_tokens
 def _records(lines: Iterable[str], path: Path) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         try:
-            yield from _strings(json.loads(line) if line.strip() else None)
+            texts = [*_strings(json.loads(line) if line.strip() else None)]
+            for text in texts:
+                text.encode()
+            yield from texts
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"corpus {path}: line {number} holds half of a surrogate pair; mend or remove it"
+            ) from error
         except ValueError as error:
             raise ConfigError(f"corpus {path}: line {number} is not JSON ({error})") from error
 

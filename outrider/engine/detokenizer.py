@@ -39,6 +39,7 @@ class Detokenizer:
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._prefix, self._read = 0, len(self._ids)
         self._stop, self._include_stop = tuple(stop), include_stop
+        self._watched = True
         self._emitted = 0
         self._ends: list[int] = []  # how long the text was after each token
         self.text = ""
@@ -51,6 +52,7 @@ class Detokenizer:
         """
         if self._tokenizer is None:
             return None
+        self._watched = watch
         found = self._push(token, watch=watch)
         self._ends.append(len(self.text))
         return found
@@ -69,10 +71,11 @@ class Detokenizer:
             whole = settled
         return self._add(whole, end, watch=watch)
 
-    def finish(self) -> None:
-        """Let out what was still waiting for the rest of a character."""
-        if self._tokenizer is not None and self._read < len(self._ids):
-            self._add(self._decode(self._prefix, len(self._ids)), len(self._ids), watch=False)
+    def finish(self) -> str | None:
+        """Let out what was still waiting for the rest of a character; give the stop string in it, if any, as `push`."""
+        if self._tokenizer is None or self._read == len(self._ids):
+            return None
+        return self._add(self._decode(self._prefix, len(self._ids)), len(self._ids), watch=self._watched)
 
     def take(self, *, final: bool) -> str:
         """Give the text that is new since the last call and settled: no stop string can begin in it."""
@@ -91,6 +94,9 @@ class Detokenizer:
     def _add(self, whole: str, end: int, *, watch: bool) -> str | None:
         """Take in the text of the tokens from `_prefix` to `end`."""
         known = self._decode(self._prefix, self._read)
+        if whole == known:  # left out, as special tokens are: what comes next follows the text before it
+            del self._ids[self._read : end]
+            return None
         before = len(self.text)
         self.text += whole[len(known) :]
         self._prefix, self._read = self._read, end

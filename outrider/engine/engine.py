@@ -172,7 +172,7 @@ class Engine:
             self._read(0)
             ready = self._ready()
         for one in ready:
-            if one.ended_by_prompt() or ended_by_grammar(one):
+            if one.ended_at_limit() or ended_by_grammar(one):
                 self.scheduler.retire(one)
         # The most important first: what one row needs may send away lesser ones, which then no longer run.
         ready = [one for one in self.scheduler.ranked(ready) if one.slot is not None and self.scheduler.secure(one)]

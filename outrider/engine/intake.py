@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft.prediction import PredictionDrafter
@@ -11,7 +13,7 @@ from outrider.engine.constraint import Constraint
 from outrider.engine.detokenizer import Detokenizer
 from outrider.engine.grammar_compiler import GrammarCompiler
 from outrider.errors import InvalidRequestError
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import SamplingParams, check_text
 from outrider.sequence import Request, Sequence
 
 if TYPE_CHECKING:
@@ -105,11 +107,14 @@ class Intake:
         if isinstance(expected, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("prediction as text needs a tokenizer, and this model has none; pass ids")
-            expected = token_ids(self._tokenizer, expected, special=False)
+            expected = token_ids(self._tokenizer, expected, "prediction", special=False)
         return PredictionDrafter(expected[: self._max_model_len], prompt_length)
 
     def sequences(self, request: Request) -> list[Sequence]:
-        """Make the request's n sequences; with max_tokens 0 they have ended, unless the prompt is to be reported on."""
+        """Make the request's n sequences.
+
+        With max_tokens 0 they are finished as they are, but for the first where its prompt is to be reported on.
+        """
         params = request.params
         room = self._max_model_len - len(request.prompt_token_ids)
         limit = len(request.prompt_token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
@@ -123,7 +128,7 @@ class Intake:
                 skip_special_tokens=params.skip_special_tokens,
             )
             sequence = Sequence(request, index, limit, detokenizer, self._constraint(request))
-            if params.max_tokens == 0 and params.prompt_logprobs is None:
+            if params.max_tokens == 0 and (index > 0 or not sequence.lacks_prompt_logprobs):
                 sequence.finish("length")
             made.append(sequence)
         return made
@@ -135,17 +140,21 @@ class Intake:
         return Constraint(request.grammar, ends, ends & request.end_ids, request.params.min_tokens)
 
     def _tokenized(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            ids = prompt.get("prompt_token_ids")
-            prompt = prompt.get("prompt") if ids is None else ids
+        if isinstance(prompt, Mapping):
+            named = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not named:
+                raise InvalidRequestError(
+                    f"a prompt that is a dict needs 'prompt' or 'prompt_token_ids', got the keys {list(prompt)!r:.200}"
+                )
+            prompt = named[0]
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequestError("this model has no tokenizer: pass token ids, or LLM(..., tokenizer=...)")
-            return prompt, token_ids(self._tokenizer, prompt)
+            return prompt, token_ids(self._tokenizer, prompt, "the prompt")
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, list | tuple) and all(_is_id(item) for item in prompt):
-            return None, [int(item) for item in prompt]
+            return None, [operator.index(item) for item in prompt]
         raise InvalidRequestError(f"a prompt must be a string or a list of token ids, got {prompt!r:.200}")
 
     def _check_prompt(self, ids: list[int]) -> None:
@@ -185,40 +194,45 @@ class Intake:
             )
 
     def _bad_words(self, words: Any) -> tuple[tuple[int, ...], ...]:
-        """Tokenize each word as it stands and as it follows a space: the two usually differ."""
+        """Tokenize each word as it stands and as it follows a space: the two usually differ.
+
+        Other white space than a space is a part of the word, and spaces alone are a word of their own.
+        """
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                ids = tuple(token_ids(self._tokenizer, text, special=False))
+            bare = word.lstrip(" ")
+            for text in (bare, " " + bare) if bare else (word,):
+                ids = tuple(token_ids(self._tokenizer, text, "bad_words", special=False))
                 if ids:
                     found[ids] = None
         return tuple(found)
 
 
-def token_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
+def token_ids(tokenizer: Any, text: str, name: str, *, special: bool = True) -> list[int]:
     """Tokenize a text.
 
     Args:
         tokenizer: The model's.
         text: What a caller gave.
+        name: As what.
         special: Whether the tokenizer may add its own tokens, such as the beginning of a text.
 
     Raises:
-        InvalidRequestError: The text holds half of a surrogate pair, as JSON's escapes and undecoded bytes can.
+        InvalidRequestError: See `check_text`.
     """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"the text holds half of a surrogate pair at character {error.start}, which is no character; "
-            "give valid UTF-8"
-        ) from None
+    check_text(name, text)
     return list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
 
 def _is_id(item: Any) -> bool:
-    """Whether it is an integer, of Python's or numpy's."""
-    return hasattr(item, "__index__") and not isinstance(item, bool)
+    """Whether it is an integer, of Python's, numpy's or torch's; an array of one is a prompt of its own."""
+    if isinstance(item, bool) or getattr(item, "ndim", 0):
+        return False
+    try:
+        operator.index(item)
+    except TypeError:
+        return False
+    return True
 
 
 def listed(prompts: Any) -> list[Any]:

@@ -255,6 +255,10 @@ def read_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase | None:
 
 
 def _given_tokenizer(tokenizer: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase | None:
+    if tokenizer is not None and not isinstance(tokenizer, str | Path) and not callable(tokenizer):
+        raise ConfigError(
+            f"tokenizer must be a folder, a Hub id or a transformers tokenizer, got {type(tokenizer).__name__}"
+        )
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     if Path(tokenizer).expanduser().is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,7 @@ from outrider.sampling.grammar import Grammar
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["MAX_LOGPROBS", "SamplingParams", "Speculation"]
+__all__ = ["MAX_LOGPROBS", "SamplingParams", "Speculation", "check_text"]
 
 MAX_LOGPROBS = 100
 LARGEST = 2**31 - 1
@@ -22,7 +23,8 @@ Speculation = Literal["auto", "off"] | int
 def _number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse what is not a finite number within [low, high] (or (low, high] where `low_open`)."""
     brackets = f"{'(' if low_open else '['}{low:g}, {high:g}]"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    unusable = isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or unusable:
         raise InvalidRequestError(f"{name} must be a finite number in {brackets}, got {value!r}")
     if value > high or value < low or (low_open and value == low):
         raise InvalidRequestError(f"{name} must be in {brackets}, got {value!r}")
@@ -36,21 +38,44 @@ def _whole(name: str, value: object, low: int, high: int = LARGEST) -> None:
         raise InvalidRequestError(f"{name} must be {allowed}, got {value!r}")
 
 
+def _plain(value: Any) -> Any:
+    """Give Python's own numbers and lists for numpy's and torch's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse text that is none: half a surrogate pair, which no tokenizer takes.
+
+    Raises:
+        InvalidRequestError: The message says where it stands.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{name} holds half of a surrogate pair ({text[error.start]!a} at character {error.start}), which is no "
+            "character; pass valid text"
+        ) from None
+
+
 def _strings(name: str, value: object) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise InvalidRequestError(f"{name} must be a string or a list of strings, got {value!r}")
     if any(not item for item in items):
         raise InvalidRequestError(f"{name} must not hold an empty string: every text holds it; leave it out")
+    for item in items:
+        check_text(name, item)
     return tuple(items)
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple | set | frozenset):
         raise InvalidRequestError(f"{name} must be a list of token ids, got {value!r}")
-    for item in value:
+    ids = tuple(map(_plain, value))
+    for item in ids:
         _whole(f"every id in {name}", item, 0)
-    return tuple(value)
+    return ids
 
 
 def _bias(value: object) -> dict[int, float]:
@@ -59,10 +84,11 @@ def _bias(value: object) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, amount in value.items():  # JSON has no integer keys: OpenAI clients send "1234"
         try:
-            token = int(key)
+            token = int(key) if isinstance(key, str) else operator.index(key)
         except (TypeError, ValueError):
-            raise InvalidRequestError(f"logit_bias keys must be token ids, got {key!r}") from None
-        _whole("every logit_bias key", token, 0)
+            raise InvalidRequestError(f"logit_bias keys must be token ids, got {key!r:.50}") from None
+        _whole("every logit_bias key", key if isinstance(key, bool) else token, 0)
+        amount = _plain(amount)
         _number(f"logit_bias[{token}]", amount, -100, 100)
         bias[token] = float(amount)
     return bias
@@ -135,6 +161,8 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, _plain(value))
         self._check_numbers()
         self._check_speculation()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
@@ -162,6 +190,9 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 0, 10, low_open=True)
         _whole("priority", self.priority, -(2**31), 2**31 - 1)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -175,7 +206,9 @@ class SamplingParams:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     def _check_speculation(self) -> None:
-        if self.prediction is not None and not isinstance(self.prediction, str):
+        if isinstance(self.prediction, str):
+            check_text("prediction", self.prediction)
+        elif self.prediction is not None:
             object.__setattr__(self, "prediction", _ids("prediction", self.prediction))
         if self.prediction is not None and self.speculative_model is not None:
             raise InvalidRequestError("prediction and speculative_model both say what drafts; pass one of them")

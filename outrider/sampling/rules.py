@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefix", "RuleFlags", "RuleTable", "Rules"]
 
+SMALLEST = 1e-30  # what a caller asks below it would be 0 in fp32, or make scores infinite: another rule altogether
 NOTHING = -1  # fills unused places of the ragged tables
 
 
@@ -146,11 +147,11 @@ class RuleTable:
         values = {
             "temperature": params.temperature,
             "top_k": params.top_k,
-            "top_p": params.top_p,
+            "top_p": max(params.top_p, SMALLEST),
             "min_p": params.min_p,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
-            "repetition": params.repetition_penalty,
+            "repetition": max(params.repetition_penalty, SMALLEST),
             "seeds": mixed_seed(params.seed or 0, sample),
             "prompt_lengths": prompt_length,
             "min_tokens": params.min_tokens,

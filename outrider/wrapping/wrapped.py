@@ -35,6 +35,7 @@ MOST_ROWS = 256  # decoded together; more wait
 class _Need:
     """What an engine must be like to serve a call."""
 
+    models: tuple[Any, ...]  # device, dtype and vocabulary of target and draft, which a caller may change in between
     assistant: int | None  # id() of the draft
     lookup: int | None  # longest run that lookup matches
     draft_length: int
@@ -43,7 +44,7 @@ class _Need:
 
     def met_by(self, other: _Need) -> bool:
         """Whether an engine made for `other` will do: the same kind, and at least as large."""
-        kinds = [(one.assistant, one.lookup, one.draft_length) for one in (self, other)]
+        kinds = [(one.models, one.assistant, one.lookup, one.draft_length) for one in (self, other)]
         return kinds[0] == kinds[1] and self.rows <= other.rows and self.context <= other.context
 
 
@@ -163,7 +164,9 @@ class WrappedModel:
         longest = max(len(prompt) for prompt in asked.prompts) + (asked.params.max_tokens or 0)
         most = context_length(self.model.config.get_text_config(decoder=True), type(self.model).__name__)
         rows = len(asked.prompts) * asked.params.n
+        models = [one for one in (self.model, assistant) if one is not None]
         return _Need(
+            models=tuple((one.device, one.dtype, len(one.get_input_embeddings().weight)) for one in models),
             assistant=None if assistant is None else id(assistant),
             lookup=asked.lookup_match if asked.lookup_tokens else None,
             draft_length=asked.assistant_tokens if assistant is not None else asked.lookup_tokens or 0,
