@@ -218,9 +218,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of ``{"role", "content"}``), or a list of conversations."""
         if not isinstance(messages, list | tuple):
-            raise InvalidRequestError(
-                f"messages must be a list of {{'role', 'content'}} or a list of such lists, got {messages!r:.100}"
-            )
+            raise InvalidRequestError(f"messages must be a list of dicts or of such lists, got {messages!r:.100}")
         many = messages if messages and isinstance(messages[0], list | tuple) else [messages]
         return self.generate(
             [self.render(one, **template_arguments) for one in many], sampling_params, progress=progress
@@ -280,6 +278,11 @@ class LLM:
         """Longest sequence, prompt and output together."""
         assert self.engine.config.max_model_len is not None
         return self.engine.config.max_model_len
+
+    @property
+    def models(self) -> list[Any]:
+        """The transformers models whose modules run here, the target's first."""
+        return [runner.model for runner in self._owned]
 
     # --- how it is done
 

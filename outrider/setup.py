@@ -50,7 +50,8 @@ def speculation_from(given: dict[str, Any] | None, **settings: Any) -> Speculati
         raise ConfigError(f"there is no setting {name!r}; settings of drafting are {', '.join(sorted(known))}")
     if given is not None and not hasattr(given, "items"):
         raise ConfigError(
-            f"speculative_config must be a dict such as {{'method': 'ngram', 'num_speculative_tokens': 5}}, got {given!r}"
+            f"speculative_config must be a dict such as {{'method': 'ngram', 'num_speculative_tokens': 5}}, "
+            f"got {given!r:.100}"
         )
     if given is not None:
         unknown = sorted(set(given) - known - {"draft_tensor_parallel_size"})

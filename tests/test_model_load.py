@@ -19,7 +19,7 @@ from outrider.model.checkpoint import DEFAULT_HUB_ID, default_model_source
 from outrider.model.dtypes import resolve_dtype
 from outrider.model.gguf import gguf_config
 from outrider.model.gguf_header import read_header
-from outrider.model.load import LoadedModel, attention, load_model, set_attention
+from outrider.model.load import LoadedModel, load_model, set_attention
 from tests.tiny import (
     EOS_ID,
     FAMILIES,
@@ -159,15 +159,6 @@ def test_attention_is_switched_and_restored() -> None:
     model = tiny_target()
     assert set_attention(model, "sdpa") == "eager"
     assert set_attention(model, "eager") == "sdpa"
-    with attention(model, "sdpa") as switched:
-        assert switched.config._attn_implementation == "sdpa"
-    assert model.config._attn_implementation == "eager"
-
-
-def test_attention_is_restored_after_an_error() -> None:
-    model = tiny_target()
-    with pytest.raises(RuntimeError, match="stop"), attention(model, "sdpa"):
-        raise RuntimeError("stop")
     assert model.config._attn_implementation == "eager"
 
 

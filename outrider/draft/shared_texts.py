@@ -104,9 +104,7 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[str]:
                 text.encode()
             yield from texts
         except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"corpus {path}: line {number} holds half of a surrogate pair; mend or remove it"
-            ) from error
+            raise ConfigError(f"corpus {path}: line {number} holds half of a surrogate pair; mend it") from error
         except ValueError as error:
             raise ConfigError(f"corpus {path}: line {number} is not JSON ({error})") from error
 

@@ -39,6 +39,7 @@ class Detokenizer:
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._prefix, self._read = 0, len(self._ids)
         self._stop, self._include_stop = tuple(stop), include_stop
+        self._stop_tokens = _left_out(tokenizer, self._stop) if skip_special_tokens and tokenizer is not None else {}
         self._watched = True
         self._emitted = 0
         self._ends: list[int] = []  # how long the text was after each token
@@ -54,6 +55,10 @@ class Detokenizer:
             return None
         self._watched = watch
         found = self._push(token, watch=watch)
+        if found is None and watch and token in self._stop_tokens:
+            found = self.finish() or self._stop_tokens[token]
+            if self._include_stop and found is self._stop_tokens[token]:
+                self.text += found
         self._ends.append(len(self.text))
         return found
 
@@ -130,3 +135,15 @@ class Detokenizer:
                 self._ids[start:end], skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
             )
         )
+
+
+def _left_out(tokenizer: Any, stop: Sequence[str]) -> dict[int, str]:
+    """Stop strings that are special tokens, by id: the text does not show them, so the token itself must tell."""
+    found = {}
+    for one in stop:
+        token = tokenizer.convert_tokens_to_ids(one)
+        if token is None or tokenizer.decode([token], skip_special_tokens=True):
+            continue
+        if tokenizer.decode([token], skip_special_tokens=False) == one:
+            found[token] = one
+    return found

@@ -226,7 +226,7 @@ def token_ids(tokenizer: Any, text: str, name: str, *, special: bool = True) -> 
 
 def _is_id(item: Any) -> bool:
     """Whether it is an integer, of Python's, numpy's or torch's; an array of one is a prompt of its own."""
-    if isinstance(item, bool) or getattr(item, "ndim", 0):
+    if isinstance(item, bool) or getattr(item, "ndim", 0) > 0:
         return False
     try:
         operator.index(item)

@@ -7,7 +7,6 @@ from its config, before the weights. The attention function is switched later, w
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,15 +31,12 @@ from outrider.model.room import capacity_errors, require_room
 from outrider.model.support import causal_text_class, check_config, check_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from outrider.model.blueprint import Blueprint
 
 __all__ = [
     "LoadedModel",
-    "attention",
     "default_model_source",
     "load_model",
     "read_tokenizer",
@@ -148,16 +144,6 @@ def set_attention(model: PreTrainedModel, name: str) -> str:
     if model.config._attn_implementation != name:  # noqa: SLF001
         raise UnsupportedModelError(f"{type(model).__name__} does not let its attention be replaced by {name!r}")
     return previous
-
-
-@contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Attend with `name` inside the block and as before after it: for models the caller goes on using."""
-    previous = set_attention(model, name)
-    try:
-        yield model
-    finally:
-        set_attention(model, previous)
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -82,13 +82,13 @@ def _bias(value: object) -> dict[int, float]:
     if not hasattr(value, "items"):
         raise InvalidRequestError(f"logit_bias must map token ids to numbers in [-100, 100], got {value!r}")
     bias: dict[int, float] = {}
-    for key, amount in value.items():  # JSON has no integer keys: OpenAI clients send "1234"
+    for key, given in value.items():  # JSON has no integer keys: OpenAI clients send "1234"
         try:
             token = int(key) if isinstance(key, str) else operator.index(key)
         except (TypeError, ValueError):
             raise InvalidRequestError(f"logit_bias keys must be token ids, got {key!r:.50}") from None
         _whole("every logit_bias key", key if isinstance(key, bool) else token, 0)
-        amount = _plain(amount)
+        amount = _plain(given)
         _number(f"logit_bias[{token}]", amount, -100, 100)
         bias[token] = float(amount)
     return bias

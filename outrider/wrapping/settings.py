@@ -172,6 +172,11 @@ def _lengths(settings: dict[str, Any], width: int, model: Any) -> tuple[int, int
 
 def _params(settings: dict[str, Any], eos: tuple[int, ...], most: int, least: int) -> SamplingParams:
     samples = settings.get("num_return_sequences")
+    if least and settings.get("stop_strings"):
+        raise InvalidRequestError(
+            f"stop_strings with min_new_tokens or min_length ({least} new tokens) are not supported: transformers "
+            "looks for them from the first token on; leave one of them out"
+        )
     shared: dict[str, Any] = {
         "n": 1 if samples is None else samples,
         "repetition_penalty": _or(settings.get("repetition_penalty"), 1.0),

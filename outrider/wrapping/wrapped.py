@@ -7,7 +7,7 @@ The model stays the caller's: its weights are not touched, and between two calls
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,9 +15,8 @@ import torch
 
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.llm import LLM
-from outrider.model.attention import ATTENTION_NAME, register
+from outrider.model.attention import borrow, give_back
 from outrider.model.facts import context_length
-from outrider.model.load import attention
 from outrider.wrapping.settings import GenerationRequest, resolved
 
 if TYPE_CHECKING:
@@ -83,7 +82,8 @@ class WrappedModel:
 
         Guesses are made where asked for: by `assistant_model`, or by lookup with `prompt_lookup_num_tokens`. Both
         work for batches and for sampling too. What differs from transformers: sampled tokens are drawn with another
-        random generator; `repetition_penalty` does not count padding; and a row ends where the model's context does.
+        random generator; `repetition_penalty` does not count padding; a row ends where the model's context does; and
+        stop strings are looked for in new text alone, not across the prompt's end.
 
         Args:
             inputs: Prompt ids ``[B, T]``, as `input_ids`.
@@ -111,7 +111,7 @@ class WrappedModel:
             raise InvalidRequestError("assistant_model and prompt_lookup_num_tokens exclude each other; give one")
         if seed is None:  # greedy text has no use for one, and leaves torch's generator as it is
             seed = 0 if asked.params.greedy else int(torch.randint(2**62, ()))
-        with self._lock, _lent(self.model, assistant_model):
+        with self._lock, self._lent(assistant_model):
             llm = self._engine_for(asked, assistant_model)
             params = [asked.params.but(seed=(seed + row) % 2**63) for row in range(len(asked.prompts))]
             try:
@@ -126,7 +126,7 @@ class WrappedModel:
 
     def close(self) -> None:
         """Give the engine's memory back; the next `generate` makes a new one."""
-        with self._lock, _lent(self.model, self._assistant):
+        with self._lock, self._lent(self._assistant):
             self._drop()
 
     def __enter__(self) -> Self:
@@ -139,8 +139,7 @@ class WrappedModel:
         need = self._need(asked, assistant)
         if self._engine is not None and need.met_by(self._engine[0]):
             return self._engine[1]
-        with _lent(self._assistant):  # the former assistant, whose attention closing would otherwise change
-            self._drop()
+        self._drop()
         method = "none" if not need.draft_length else "ngram" if assistant is None else "draft_model"
         llm = LLM(
             self.model,
@@ -174,6 +173,27 @@ class WrappedModel:
             context=min(max(_power_of_two(longest), SMALLEST_CONTEXT), most),
         )
 
+    @contextmanager
+    def _lent(self, assistant: Any) -> Iterator[None]:
+        """Let the engine have the models inside the block alone, and undo after it what it switches.
+
+        Their own attention is read anew each time, since the caller may have changed it in between.
+        """
+        models = [model for model in (self.model, assistant) if model is not None]
+        training = [module for model in models for module in model.modules() if module.training]
+        for model in self._held():
+            borrow(model)
+        try:
+            yield
+        finally:
+            for model in self._held():
+                give_back(model)
+            for module in training:
+                module.training = True
+
+    def _held(self) -> list[Any]:
+        return [] if self._engine is None else self._engine[1].models
+
     def _drop(self) -> None:
         if self._engine is not None:
             self._engine[1].close()
@@ -182,25 +202,6 @@ class WrappedModel:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-@contextmanager
-def _lent(*models: Any) -> Iterator[None]:
-    """Let models attend with Outrider's function inside the block; what the engine switches is undone after it.
-
-    Their own attention is read anew each time, since the caller may have changed it in between.
-    """
-    lent = [model for model in models if model is not None]
-    training = [module for model in lent for module in model.modules() if module.training]
-    register()
-    try:
-        with ExitStack() as stack:
-            for model in lent:
-                stack.enter_context(attention(model, ATTENTION_NAME))
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _tensor(prompts: Any, outputs: list[RequestOutput], pad_token_id: int | None) -> torch.Tensor:
