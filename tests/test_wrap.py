@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from outrider import InvalidRequestError, OutriderError, wrap
+from outrider import LLM, InvalidRequestError, OutriderError, SamplingParams, wrap
 from tests.tiny import BOS_ID, EOS_ID, PAD_ID, byte_tokenizer, tiny_draft, tiny_target
 
 if TYPE_CHECKING:
@@ -199,6 +199,47 @@ def test_the_models_are_their_own_again_after_each_call(target: Any, draft: Any)
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_an_engine_beside_a_wrapped_model_leaves_it_alone_and_is_left_alone(target: Any) -> None:
+    """In a notebook the same model object is wrapped, and given to an LLM: each found the other's attention."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with wrap(target) as first:
+        wanted = theirs(target, **one(), max_new_tokens=6).tolist()
+        assert first.generate(**one(), max_new_tokens=6).tolist() == wanted
+        with LLM(target, tokenizer=byte_tokenizer(), max_model_len=64) as llm:
+            for _ in range(2):
+                assert [prompt(12) + list(llm.generate(prompt(12), params)[0].token_ids)] == wanted
+                assert first.generate(**one(), max_new_tokens=6).tolist() == wanted
+        assert target.config._attn_implementation == "eager"
+        assert theirs(target, **one(), max_new_tokens=6).tolist() == wanted
+        assert first.generate(**one(), max_new_tokens=6).tolist() == wanted
+    assert target.config._attn_implementation == "eager"
+
+
+def test_a_vocabulary_that_grew_between_two_calls_is_seen() -> None:
+    """`resize_token_embeddings` after the first call: the engine of before knew none of the new ids."""
+    model = tiny_target()
+    with wrap(model) as wrapped:
+        wrapped.generate(**one(), max_new_tokens=2)
+        model.resize_token_embeddings(400, mean_resizing=False)
+        ids = torch.tensor([[390, 1]])
+        assert (
+            wrapped.generate(ids, max_new_tokens=6).tolist() == theirs(model, input_ids=ids, max_new_tokens=6).tolist()
+        )
+
+
+def test_a_stop_string_that_is_a_special_token_stops() -> None:
+    model = tiny_target()
+    fourth = theirs(model, **one(), max_new_tokens=4)[0, -1]
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[EOS_ID] = head[fourth] * 1.001
+    settings: dict[str, Any] = {"max_new_tokens": 9, "stop_strings": ["</s>"], "eos_token_id": None}
+    wanted = theirs(model, **one(), **settings, tokenizer=byte_tokenizer())
+    assert wanted.shape == (1, 16)
+    with wrap(model, byte_tokenizer()) as wrapped:
+        assert wrapped.generate(**one(), **settings).tolist() == wanted.tolist()
+
+
 def test_a_failed_call_leaves_the_model_usable(wrapped: WrappedModel, target: Any) -> None:
     with pytest.raises(InvalidRequestError, match="temperature"):
         wrapped.generate(**one(), do_sample=True, temperature=-1.0)
@@ -226,6 +267,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "greedy samples": ({"num_return_sequences": 2}, "num_return_sequences"),
     "two drafters": ({"assistant_model": object(), "prompt_lookup_num_tokens": 3}, "exclude"),
     "no room": ({"max_length": 12}, "max_length=12"),
+    "stops that wait": ({"stop_strings": "a", "min_new_tokens": 5}, r"stop_strings with min_new_tokens .*\(5 new"),
     "a huge draft": ({"prompt_lookup_num_tokens": 100}, r"prompt_lookup_num_tokens must be .*\[1, 64\]"),
 }
 

@@ -192,7 +192,9 @@ def ended_by_grammar(sequence: Sequence) -> bool:
 
 
 def why_stuck(sequence: Sequence) -> str:
-    """Say why nothing can be chosen after a text that has a grammar."""
+    """Say why nothing can be chosen after a text."""
+    if sequence.constraint is None:
+        return "nothing is left to choose: bad_words, and stop ids before min_tokens, ban all the vocabulary"
     try:
         sequence.constraint.root()
     except GrammarError as error:

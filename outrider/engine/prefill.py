@@ -64,7 +64,10 @@ class PromptFeeder:
             self._scheduler.reuse(sequence)
             if sequence.uncached > 0:
                 budget -= self._feed(sequence, budget)
-                self._scheduler.share(sequence)
+                if sequence.finished:  # a fault of its own
+                    self._scheduler.retire(sequence)
+                else:
+                    self._scheduler.share(sequence)
 
     def _in_turn(self, lacking: list[Sequence]) -> list[Sequence]:
         """Put those that lack something in the order in which they are fed in this step."""
@@ -137,6 +140,9 @@ class PromptFeeder:
         if known > begin or not following:
             return
         taken = torch.tensor([following], device=logits.device)
+        if bool(logits[:, : len(following)].isnan().any()):
+            sequence.fail("FloatingPointError: the target's logits are not numbers (NaN)")
+            return
         report = logprobs(logits[:, : len(following)], taken, sequence.request.params.prompt_logprobs or 0)
         for at, token in enumerate(following):
             top = dict(zip(report.top_ids[0, at].tolist(), report.top[0, at].tolist(), strict=True))

@@ -163,8 +163,10 @@ def verify(plan: RoundPlan, proposal: Proposal, runner: Runner, state: DeviceSta
 def _stuck(
     rows: Rows, tree: Tree | None, logits: torch.Tensor, fed: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor | None:
-    """Say where grammars and other rules together leave nothing to choose, ``[B, K+1]``; None without grammars."""
-    if not rows.rules.flags.masked:
+    """Say where the rules leave nothing to choose, ``[B, K+1]``; None without grammars and with fewer bans than ids."""
+    rules = rows.rules
+    bans = rules.bad_words.shape[1] * rules.flags.banned + rules.stop_ids.shape[1] * rules.flags.held
+    if not rules.flags.masked and bans < logits.shape[-1]:
         return None
     if tree is None:
         return barred(logits, rows.rules, _prefix(rows, fed, positions))
