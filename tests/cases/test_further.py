@@ -81,7 +81,7 @@ def speaks_its_end() -> LLM:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_that_is_a_special_token_ends_the_text(speaks_its_end: LLM, include: bool) -> None:
-    """vllm#2123, koboldcpp#791: a special token's text is left out of the text, so as a stop string it never matched."""
+    """vllm#2123, koboldcpp#791: a special token is left out of the text, and never stopped it."""
     asked = GREEDY.but(stop=["</s>"], include_stop_str_in_output=include)
     outputs = [
         base([PROMPT], speaks_its_end, asked)[0],
