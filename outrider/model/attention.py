@@ -147,7 +147,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend from T fresh positions a row; positions decide what is seen, `attention_mask` is not used.
 
-    Query ``[B, H, T, D]``, key and value ``[B, Hkv, T, D]`` -> ``[B, T, H, D]``. Raises RuntimeError where a model
+    Query ``[B, H, T, D]``, key and value ``[B, Hkv, T, D]`` -> ``[B, T, H, D]``, laid out in that order, which some
+    models' modules rely on. Raises RuntimeError where a model
     runs outside Outrider's runner, without a step.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -169,7 +170,7 @@ def attend(
         out = _row_wise(folded, keys, values, mask, scale, softcap, step.spans)
     else:
         out = _scored(folded, keys, values, mask, scale, softcap)
-    return out.reshape(batch, heads, steps, -1).transpose(1, 2), None
+    return out.reshape(batch, heads, steps, -1).transpose(1, 2).contiguous(), None
 
 
 def _scored(
@@ -236,7 +237,7 @@ def _probe(
     probe.unknown |= {name for name, given in others.items() if given is not None and name not in KNOWN_KEYWORDS}
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2).contiguous()
 
 
 def register() -> None:

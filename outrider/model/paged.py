@@ -85,7 +85,7 @@ class PagedStep:
             scale=scale,
             enable_gqa=query.shape[2] != keys.shape[1],
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()
 
     # Worked out once for all layers, on first need: fused layers write by themselves, rounds read by kernels.
 

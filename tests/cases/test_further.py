@@ -257,3 +257,25 @@ def test_conversations_may_be_tuples() -> None:
     asked = GREEDY.but(max_tokens=1)
     made = [engine().chat(messages, asked) for messages in ([message], (message,), [(message,)], ([message],))]  # type: ignore[arg-type, list-item]
     assert len({one[0].prompt_token_ids for one in made}) == 1
+
+
+# --- models
+
+
+def test_a_model_that_takes_attention_as_it_is_laid_out_runs_in_batches() -> None:
+    """Some models view what attention gives without a copy: one row passed, at load too, and every batch failed."""
+    from transformers import AfmoeConfig
+
+    from tests.tiny import _build, greedy
+
+    special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_dense_layers": 1}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    model = _build(AfmoeConfig(**special, **shape, **layers, **experts, max_position_embeddings=64), seed=0, std=0.5)
+    prompts = [[5, 9, 17, 9, 17, 33, 40, 41, 42, 43], [7, 8]]
+    wanted = [greedy(model, prompt, 12) for prompt in prompts]
+    with LLM(model, method="ngram", dtype="float32", device="cpu") as llm:
+        for changes in ({"speculation": "off"}, {"speculation": 4, "prediction": wanted[0][:6]}):
+            made = llm.generate(prompts, GREEDY.but(max_tokens=12, **changes))
+            assert [list(one.token_ids) for one in made] == wanted
