@@ -105,16 +105,19 @@ class SamplingParams:
         top_k: Keep this many most likely tokens; 0 or -1 keeps all. Ties at the border stay in.
         min_p: Keep tokens at least this fraction as likely as the likeliest.
         seed: Fixes the sampled text: it then depends on target, prompt and these parameters alone. None draws one.
-        max_tokens: Tokens to generate at most; None goes to the context's end; 0 returns an empty text.
+        max_tokens: Tokens to generate at most; None goes to the context's end; 0 returns an empty text (with
+            ``prompt_logprobs`` the prompt is scored all the same).
         min_tokens: No stop token is chosen before this many tokens, and no stop string is looked for.
-        stop: Strings that end the text; cut off unless ``include_stop_str_in_output``.
+        stop: Strings that end the text; cut off unless ``include_stop_str_in_output``. One that is a special token
+            ends it too, though such tokens are left out of the text.
         stop_token_ids: Further token ids that end the text, besides the model's own end-of-sequence ids.
         ignore_eos: Go on after the model's end-of-sequence ids.
         presence_penalty, frequency_penalty: Subtracted from logits of tokens already generated (OpenAI's definition).
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output (CTRL,
             1909.05858); above 1 discourages.
         logit_bias: Token id -> number added to its logit; -100 or less in effect bans.
-        bad_words: Strings that must not be generated, as token sequences with and without a leading space.
+        bad_words: Strings that must not be generated, as token sequences with and without a leading space; white space
+            alone is meant as it stands.
         logprobs: Also report the log-probabilities of this many likeliest tokens at each position (and of the chosen
             one), from the target's own distribution before penalties and temperature; None reports none.
         prompt_logprobs: The same for the prompt's tokens.

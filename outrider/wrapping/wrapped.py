@@ -82,8 +82,9 @@ class WrappedModel:
 
         Guesses are made where asked for: by `assistant_model`, or by lookup with `prompt_lookup_num_tokens`. Both
         work for batches and for sampling too. What differs from transformers: sampled tokens are drawn with another
-        random generator; `repetition_penalty` does not count padding; a row ends where the model's context does; and
-        stop strings are looked for in new text alone, not across the prompt's end.
+        random generator; `repetition_penalty` does not count padding; a row ends where the model's context does; stop
+        strings are looked for in new text alone, not across the prompt's end; and a row that one of them ended is
+        padded even where no eos_token_id is in force.
 
         Args:
             inputs: Prompt ids ``[B, T]``, as `input_ids`.
