@@ -16,9 +16,17 @@ __all__ = ["Admission", "Ticket"]
 class Ticket:
     """Places that one request holds until it is closed; closing twice is harmless."""
 
-    def __init__(self, admission: Admission, key: str, places: int) -> None:
-        self._admission, self.key, self.places, self.tokens = admission, key, places, 0
+    def __init__(self, admission: Admission, key: str) -> None:
+        self._admission, self.key, self.places, self.tokens = admission, key, 0, 0
         self._open = True
+
+    def take(self, places: int) -> None:
+        """Hold `places` places in all, now that it is known how many it takes.
+
+        Raises:
+            ApiError: As `Admission.enter`.
+        """
+        self._admission.take(self, places)
 
     def weigh(self, tokens: int) -> None:
         """Count the prompt's tokens, once they are known, against what may wait.
@@ -70,27 +78,34 @@ class Admission:
         """Give the refusal of a full server."""
         return overloaded(f"{self.places} texts are under way, and {self._most} is the most; try again later")
 
-    def enter(self, key: str, places: int) -> Ticket:
-        """Take places for `places` texts.
+    def enter(self, key: str) -> Ticket:
+        """Take a place for one text: each request has one before anything is done for it.
 
         Raises:
             ApiError: 503 where the server is full or stops, 429 where the key has its share already.
         """
+        ticket = Ticket(self, key)
+        self.take(ticket, 1)
+        return ticket
+
+    def take(self, ticket: Ticket, places: int) -> None:
+        """Let a ticket hold `places` places in all; see `Ticket.take`."""
+        key, more = ticket.key, places - ticket.places
         if self.draining:
             raise draining()
         own = self._settings.max_per_key
-        if own is not None and self._by_key[key] + places > own:
+        if own is not None and self._by_key[key] + more > own:
             raise ApiError(
                 429,
                 "rate_limit_exceeded",
                 f"this key may have {own} texts under way and has {self._by_key[key]}; wait for one to end",
                 retry_after=1,
             )
-        if self.places + places > self._most:
+        if self.places + more > self._most:
             raise self.refuse()
-        self.places += places
-        self._by_key[key] += places
-        return Ticket(self, key, places)
+        self.places += more
+        self._by_key[key] += more
+        ticket.places = places
 
     def weigh(self, ticket: Ticket, tokens: int) -> None:
         """Count a ticket's prompt tokens; a lone prompt is never too much."""

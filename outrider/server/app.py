@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from outrider import __version__
 from outrider.errors import OutriderError
@@ -75,7 +76,7 @@ def make_app(service: Service) -> Any:
     app.post("/detokenize", responses=ERRORS)(routes.detokenize)
     for kind in (ApiError, OutriderError, RequestValidationError, HTTPException, ClientGoneError, Exception):
         app.add_exception_handler(kind, _answered)
-    gated: Any = Gate(app, service)
+    gated: Any = Gate(app, service, frozenset(route.path for route in app.routes if isinstance(route, Route)))
     origins = service.settings.allowed_origins
     if origins:
         gated = CORSMiddleware(gated, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -188,7 +189,7 @@ class _Routes:
 
         origin = Origin("text_completion", bool(asked.stream), request.headers)
         call = await service.call(
-            given, params, request.state.key, method=method, num_prompts=len(prompts), origin=origin
+            given, params, request.state.ticket, method=method, num_prompts=len(prompts), origin=origin
         )
         return await self._answer(request, call, CompletionAnswer(asked, call, service.model), asked.stream, ignored)
 
@@ -229,7 +230,7 @@ class _Routes:
             return [await rendered(service, messages, asked.tools or [], asked.chat_template_kwargs)]
 
         origin = Origin("chat", bool(asked.stream), request.headers)
-        return await service.call(given, params, request.state.key, method=method, origin=origin)
+        return await service.call(given, params, request.state.ticket, method=method, origin=origin)
 
     def _checked(self, asked: ChatRequest | CompletionRequest) -> list[str]:
         ignored = checked_fields(asked, strict=self._service.settings.strict)

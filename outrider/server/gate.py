@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from outrider.server.errors import ApiError, ClientGoneError, draining, invalid
@@ -43,10 +44,11 @@ class Gate:
     Args:
         app: The routes.
         service: Its settings bound requests; it says whether it drains.
+        paths: What is counted under its own name even where no route saw it.
     """
 
-    def __init__(self, app: App, service: Service) -> None:
-        self._app, self._service, self._settings = app, service, service.settings
+    def __init__(self, app: App, service: Service, paths: frozenset[str]) -> None:
+        self._app, self._service, self._settings, self._paths = app, service, service.settings, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request, and pass it on."""
@@ -64,7 +66,8 @@ class Gate:
                 most = self._settings.max_json_depth
                 if _nests_deeper(body, most):
                     raise invalid(f"the body nests deeper than {most}; flatten it", code="too_deep")
-            await self._app(scope, receive, sent)
+            with self._place(scope):
+                await self._app(scope, receive, sent)
         except ApiError as error:
             rest = unread and not await _thrown_away(receive, self._settings.max_body_bytes)
             if not sent.began:
@@ -74,7 +77,8 @@ class Gate:
         except Exception:  # noqa: BLE001 - logged and answered already; a request's fault is not the server's
             if not sent.began:
                 await refuse(ApiError(500, "internal_error", "something went wrong here"), sent, close=True)
-        route = getattr(scope.get("route"), "path", "unknown")
+        path = scope["path"] if scope["path"] in self._paths else "unknown"
+        route = getattr(scope.get("route"), "path", path)
         self._service.metrics.requests.labels(route, str(sent.status or 499)).inc()
         return None
 
@@ -91,9 +95,26 @@ class Gate:
             raise draining()
         admission = self._service.admission
         if admission is not None and admission.full and path in GENERATING:
-            self._service.metrics.refused.labels("server_overloaded").inc()
-            raise admission.refuse()  # before the body is read: refusing must cost nothing
+            raise self._counted(admission.refuse())  # before the body is read: refusing must cost nothing
         return headers
+
+    def _place(self, scope: Scope) -> AbstractContextManager[object]:
+        """Take a request's first place as soon as all of it has come: not sooner, since a slow sender would hold it.
+
+        Not later either: of many that come together, the routes would read all before the first took a place.
+        """
+        admission = self._service.admission
+        if admission is None or scope["path"] not in GENERATING:
+            return nullcontext()
+        try:
+            ticket = scope["state"]["ticket"] = admission.enter(scope["state"]["key"])
+        except ApiError as error:
+            raise self._counted(error) from None
+        return ticket
+
+    def _counted(self, error: ApiError) -> ApiError:
+        self._service.metrics.refused.labels(error.code).inc()
+        return error
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Keep web pages out that reach this server by another name, or from another site."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import signal
 import sys
@@ -35,6 +36,10 @@ logger = logging.getLogger("outrider")
 ENGINE_FAILED = 70  # the exit code when the engine failed: EX_SOFTWARE
 LAST_WORDS_SECONDS = 1.0  # for error events to reach their clients before the process ends
 WATCH_SECONDS = 0.5
+# How long one thread may keep the interpreter while others wait. A thread that gave it up to read or write a socket gets
+# it back after this much at the latest; with Python's own 5 ms, while the engine runs, a connection's half a dozen of
+# such calls add up to longer than it takes to serve it.
+SWITCH_SECONDS = 0.0005
 
 
 def serve(
@@ -53,6 +58,7 @@ def serve(
         announce: Says a line to whoever started the server.
         tracing: Where spans of requests go; closed at the end.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(settings, Metrics(), tracing)
     try:
         return asyncio.run(_Life(service, taken, load, announce).run())
@@ -115,6 +121,9 @@ class _Life:
             self._llm = llm = await _in_daemon(self._load)
             if self._service.draining:
                 return
+            # What is there now stays: a collection that walks over all of it stops every thread for a third of a second.
+            gc.collect()
+            gc.freeze()
             await self._service.start(llm, self._failed)
         except Exception as error:
             expected = isinstance(error, OutriderError | OSError)

@@ -109,7 +109,7 @@ class Service:
 
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, seed=0)
         assert self.admission is not None
-        call = await self._opened(model, self.admission.enter("", 1), [[0]], params, None)
+        call = await self._opened(model, self.admission.enter(""), [[0]], params, None)
         try:
             async for _ in call.chunks(SELF_TEST_SECONDS):
                 pass
@@ -197,7 +197,7 @@ class Service:
         self,
         prompts: Callable[[], Awaitable[Sequence[str | list[int]]]],
         params: SamplingParams,
-        key: str,
+        ticket: Ticket,
         *,
         method: str | None = None,
         num_prompts: int = 1,
@@ -208,7 +208,7 @@ class Service:
         Args:
             prompts: Makes the prompts, as text or ids; not called before there is room.
             params: How to go on from each.
-            key: Who asks.
+            ticket: Its first place; whoever took that gives all of them back.
             method: What drafts in place of the server's own method.
             num_prompts: How many prompts there will be.
             origin: What its span begins with; without, it has none.
@@ -217,9 +217,8 @@ class Service:
             ApiError: There is no room, or something is wrong with it.
         """
         model = self.model
-        assert self.admission is not None
         try:
-            ticket = self.admission.enter(key, params.n * num_prompts)
+            ticket.take(params.n * num_prompts)
         except ApiError as error:
             self.metrics.refused.labels(error.code).inc()
             raise
@@ -229,7 +228,6 @@ class Service:
                 span = self._tracing.begin(origin, model.name, params)
             return await self._opened(model, ticket, await prompts(), params, method, span)
         except BaseException as error:
-            ticket.close()
             if span is not None:
                 span.refused(error)
             raise

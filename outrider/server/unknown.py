@@ -62,6 +62,6 @@ def unknown_fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", given
         for name in type(value).model_fields:
             yield from unknown_fields(getattr(value, name), f"{path}{name}.")
-    elif isinstance(value, list):
-        for one in value:
+    elif isinstance(value, list) and not (value and isinstance(value[0], int | str)):
+        for one in value:  # not a million ids one by one: lists of ids and of strings hold nothing else
             yield from unknown_fields(one, path)
