@@ -36,10 +36,7 @@ logger = logging.getLogger("outrider")
 ENGINE_FAILED = 70  # the exit code when the engine failed: EX_SOFTWARE
 LAST_WORDS_SECONDS = 1.0  # for error events to reach their clients before the process ends
 WATCH_SECONDS = 0.5
-# How long one thread may keep the interpreter while others wait. A thread that gave it up to read or write a socket gets
-# it back after this much at the latest; with Python's own 5 ms, while the engine runs, a connection's half a dozen of
-# such calls add up to longer than it takes to serve it.
-SWITCH_SECONDS = 0.0005
+ACCEPTED = 32  # connections a turn of the loop: those that came first are answered before all that wait are taken in
 
 
 def serve(
@@ -58,7 +55,6 @@ def serve(
         announce: Says a line to whoever started the server.
         tracing: Where spans of requests go; closed at the end.
     """
-    sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(settings, Metrics(), tracing)
     try:
         return asyncio.run(_Life(service, taken, load, announce).run())
@@ -68,7 +64,13 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its handling of signals, which ours replaces."""
+    """uvicorn without its handling of signals, which ours replaces; of connections that wait, some are taken a turn."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. How many may wait is said again here: the event loop takes it for how many to accept at a time."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -85,7 +87,7 @@ class _Life:
         settings = service.settings
         config = uvicorn.Config(
             make_app(service), http=wire_with(settings.header_seconds), ws="none", lifespan="off", log_level="warning",
-            access_log=False, server_header=False, date_header=True, timeout_graceful_shutdown=5, backlog=BACKLOG,
+            access_log=False, server_header=False, date_header=True, timeout_graceful_shutdown=5, backlog=ACCEPTED,
             h11_max_incomplete_event_size=settings.max_header_bytes + 16384,
         )  # fmt: skip
         self._server = _Server(config)
