@@ -9,6 +9,7 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 __all__ = ["Answer", "Cut", "ask"]
@@ -38,7 +39,7 @@ class Answer:
     error: str = ""
     headers: dict[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def json(self) -> Any:
         """The body as JSON; None where it is none."""
         try:
@@ -46,7 +47,7 @@ class Answer:
         except ValueError:
             return None
 
-    @property
+    @cached_property
     def events(self) -> list[dict[str, Any]]:
         """The whole events of a stream, without the mark at its end; of an answer in one piece, that alone."""
         if not self.body.startswith((b"data:", b"event:", b":")):
@@ -129,16 +130,24 @@ async def _read(reader: asyncio.StreamReader, answer: Answer, began: float, cut:
         answer.body = await reader.readexactly(int(answer.headers["content-length"]))
         answer.whole = True
         return
-    parts: list[bytes] = []
-    seen = 0
-    while cut is None or seen < cut[0]:
-        size = int(await reader.readuntil(b"\r\n"), 16)
-        piece = (await reader.readexactly(size + 2))[:-2]
-        if not size:
-            answer.whole = True
-            break
-        parts.append(piece)
-        seen += piece.count(b"\n\n")
-        if answer.first is None and b'"text":' in piece:
+    raw, hung_up = bytearray(), cut is not None and not cut[0]
+    while not hung_up and (piece := await reader.read(1 << 16)):
+        raw += piece
+        hung_up = cut is not None and raw.count(b"\n\n") >= cut[0]
+        if answer.first is None and b'"text":' in raw:
             answer.first = time.perf_counter() - began
-    answer.body = b"".join(parts)
+    answer.body, ended = _unchunked(bytes(raw))
+    answer.whole = ended and not hung_up
+
+
+def _unchunked(raw: bytes) -> tuple[bytes, bool]:
+    """Take the framing of chunks away, once for the whole answer; gives also whether its end was there."""
+    parts: list[bytes] = []
+    at = 0
+    while (line := raw.find(b"\r\n", at)) >= 0:
+        size = int(raw[at:line], 16)
+        if not size:
+            return b"".join(parts), raw[line:] == b"\r\n\r\n"
+        parts.append(raw[line + 2 : line + 2 + size])
+        at = line + 4 + size
+    return b"".join(parts), False

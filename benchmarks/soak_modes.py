@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.load_client import percentile
 from benchmarks.raw_client import Answer, Cut, ask
-from benchmarks.soak_watch import Pulse, back, counted, quiet, reading, slope
+from benchmarks.soak_watch import Pulse, back, counted, cpu_seconds, quiet, reading, slope
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -166,6 +166,7 @@ def overload(site: Site) -> None:
         async def stage(times: int, capacity: float, peak: float) -> None:
             answers: list[Answer] = []
             known = {name: counted(server, f"{name}_total") for name in ("prompt_tokens", "generated_tokens")}
+            used = (time.process_time(), cpu_seconds(server.process.pid))
             began = due = time.perf_counter()
             tasks: set[asyncio.Task[None]] = set()
             number, ends = 0, began + site.options.seconds
@@ -185,11 +186,16 @@ def overload(site: Site) -> None:
                     task.add_done_callback(tasks.discard)
                 await asyncio.sleep(max(0.0, min(due - time.perf_counter(), ends - now)))
                 site.progress(f"{times} times capacity", number)
+            cpu = {
+                "clients": (time.process_time() - used[0]) / (ends - began),
+                "server": (cpu_seconds(server.process.pid) - used[1]) / (ends - began),
+            }
             in_time = sum(answer.usage.get("completion_tokens", 0) for answer in answers)
             late = counted(server, "generated_tokens_total") - known["generated_tokens"]
             await asyncio.gather(*tasks)
             await asyncio.to_thread(quiet, server, site.verdicts, f"after {times} times capacity")
             _judge_overload(site, server, times, answers, known, peak, max(in_time, late) / (ends - began))
+            site.record[f"at {times} times capacity"]["processors"] = cpu
 
         async def all_of_it() -> None:
             await _warmed(site, server)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from benchmarks.load_servers import ServerProcess
 
-__all__ = ["Pulse", "Verdicts", "back", "counted", "group_members", "quiet", "reading", "slope"]
+__all__ = ["Pulse", "Verdicts", "back", "counted", "cpu_seconds", "group_members", "quiet", "reading", "slope"]
 
 LIVE_SECONDS = 0.1  # O5
 WITHIN = 0.02  # O6
@@ -53,6 +53,12 @@ def reading(process: int) -> dict[str, int]:
     pages = int((folder / "statm").read_text().split()[1])
     files, threads = ((sum(1 for _ in (folder / name).iterdir())) for name in ("fd", "task"))
     return {"rss": pages * os.sysconf("SC_PAGE_SIZE"), "files": files, "threads": threads}
+
+
+def cpu_seconds(process: int) -> float:
+    """Give the processor time that a process has used, all its threads together."""
+    fields = (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def group_members(group: int) -> list[int]:
