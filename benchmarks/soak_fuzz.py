@@ -136,6 +136,7 @@ def fuzz(site: Site) -> None:
 
         async def one(number: int) -> None:
             if number % 100 == 0:
+                site.record["samples"].append({"case": number, **reading(server.process.pid)})
                 answer = await ask(server.port, site.body(number, TOKENS))
                 site.check(number, TOKENS, answer, "among damaged ones")
                 return
@@ -155,7 +156,9 @@ def fuzz(site: Site) -> None:
             await asyncio.gather(*(client() for _ in range(8)))
 
         async def all_of_them() -> None:
+            site.record["warm_up"] = site.record["samples"] = []
             await cases(WARM_UP)  # what is loaded on first use and kept, within bounds, is there then
+            site.record["samples"] = []
             before = reading(server.process.pid)
             async with Pulse(server.port) as pulse:
                 await cases(count)

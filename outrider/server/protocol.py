@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 __all__ = [
     "Asked",
@@ -12,6 +12,7 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "Generation",
+    "Many",
     "Message",
     "Strict",
     "TemplateSwitches",
@@ -19,9 +20,21 @@ __all__ = [
     "Tool",
 ]
 
+T = TypeVar("T")
+# Wrong at the first wrong item: a body has room for a million, and an error for each would keep the loop for seconds.
+Many = Annotated[list[T], Field(fail_fast=True)]
 MAX_COUNT = 1 << 31
+MAX_PROMPTS = 1 << 14  # how many are served is a setting; these two bound the time that it takes to say so
+MAX_BIASES = 1 << 14
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+
+def _bounded(given: Any) -> Any:
+    """Refuse a table of too many entries before each is looked at."""
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"{len(given)} entries are too many; send fewer")
+    return given
 
 
 class Strict(BaseModel):
@@ -60,7 +73,7 @@ class ContentPart(Strict):
 
 class Prediction(Strict):
     type: Literal["content"] = "content"
-    content: str | list[ContentPart]
+    content: str | Many[ContentPart]
 
 
 class FunctionCall(Strict):
@@ -78,9 +91,9 @@ class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Many[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     # An answer's own fields, which come back when a client appends it to the conversation.
@@ -148,15 +161,15 @@ class Generation(Asked):
     top_k: int | None = None
     min_p: FiniteFloat | None = None
     n: Count | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[TokenId] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: FiniteFloat | None = None
     frequency_penalty: FiniteFloat | None = None
     repetition_penalty: FiniteFloat | None = None
-    logit_bias: dict[str, FiniteFloat] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, FiniteFloat], BeforeValidator(_bounded)] | None = None
+    bad_words: Many[str] | None = None
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
@@ -167,12 +180,12 @@ class Generation(Asked):
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=4096)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateSwitches | None = None
@@ -181,7 +194,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Many[str] | Many[TokenId] | Annotated[Many[Many[TokenId]], Field(max_length=MAX_PROMPTS)]
     max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     echo: bool | None = None
@@ -193,8 +206,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=128)] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: TemplateSwitches | None = None
 
@@ -203,4 +216,4 @@ class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[Many[TokenId], Field(max_length=1 << 20)]

@@ -15,6 +15,7 @@ from outrider.server.protocol import (
     Count,
     Function,
     JsonSchema,
+    Many,
     Message,
     NamedFunction,
     NamedTool,
@@ -43,7 +44,7 @@ class InputItem(Strict):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Many[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -75,18 +76,18 @@ class NamedChoice(Strict):
 class ResponsesRequest(Asked):
     """What ``POST /v1/responses`` takes."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextSettings | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tools: Annotated[Many[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
 
 
 def chat_request(asked: ResponsesRequest) -> ChatRequest:

@@ -123,7 +123,7 @@ class _Life:
             self._llm = llm = await _in_daemon(self._load)
             if self._service.draining:
                 return
-            # What is there now stays: a collection that walks over all of it stops every thread for a third of a second.
+            # What is there now stays: a collection that walks over all of it stops every thread for a quarter second.
             gc.collect()
             gc.freeze()
             await self._service.start(llm, self._failed)
