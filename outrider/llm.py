@@ -220,24 +220,21 @@ class LLM:
         if not isinstance(messages, list | tuple):
             raise InvalidRequestError(f"messages must be a list of dicts or of such lists, got {messages!r:.100}")
         many = messages if messages and isinstance(messages[0], list | tuple) else [messages]
-        return self.generate(
-            [self.render(one, **template_arguments) for one in many], sampling_params, progress=progress
-        )
+        rendered = [self.render(one, **template_arguments) for one in many]
+        return self.generate(rendered, sampling_params, progress=progress)
 
     def render(self, messages: list[dict[str, Any]], **template_arguments: Any) -> list[int]:
         """Give the token ids of a conversation by the target's chat template, ready for the answer."""
-        tokenizer = self.tokenizer
+        tokenizer, name = self.tokenizer, self.loaded.name
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise InvalidRequestError(
-                f"{self.loaded.name} has no chat template; use generate() with a prompt, or an instruct model"
+                f"{name} has no chat template; use generate() with a prompt, or an instruct model"
             )
         arguments: dict[str, Any] = {"add_generation_prompt": True, **template_arguments}
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         except Exception as error:
-            raise InvalidRequestError(
-                f"the chat template of {self.loaded.name} refused the messages: {error}"
-            ) from error
+            raise InvalidRequestError(f"the chat template of {name} refused the messages: {error}") from error
         return token_ids(tokenizer, text, "the conversation", special=False)
 
     def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[StreamChunk]:
