@@ -130,14 +130,17 @@ async def _read(reader: asyncio.StreamReader, answer: Answer, began: float, cut:
         answer.body = await reader.readexactly(int(answer.headers["content-length"]))
         answer.whole = True
         return
-    raw, hung_up = bytearray(), cut is not None and not cut[0]
-    while not hung_up and (piece := await reader.read(1 << 16)):
+    raw, hung_up, ended = bytearray(), cut is not None and not cut[0], False
+    while not (hung_up or ended) and (piece := await reader.read(1 << 16)):
         raw += piece
         hung_up = cut is not None and raw.count(b"\n\n") >= cut[0]
         if answer.first is None and b'"text":' in raw:
             answer.first = time.perf_counter() - began
+        ended = raw.endswith(b"0\r\n\r\n") and _unchunked(bytes(raw))[1]  # a text may hold the same
     answer.body, ended = _unchunked(bytes(raw))
     answer.whole = ended and not hung_up
+    if not (ended or hung_up):
+        answer.error = "the answer broke off"
 
 
 def _unchunked(raw: bytes) -> tuple[bytes, bool]:
