@@ -15,7 +15,6 @@ import logging
 import random
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +104,7 @@ BY_NAME: dict[str, dict[str, Any]] = {  # drafters as users name them; those wit
 }
 DRAFTERS = (
     "none", "ngram 1-3", "ngram 2-4", "same", "noisy", "unrelated", "all right", "all wrong", "alternating",
-    "short context", "failing", "trees", "stopping", "stopping eagle", *BY_NAME,
+    "short context", "failing", "trees", *BY_NAME,
 )  # fmt: skip
 BATCHES = (
     "single", "four prompts", "mixed settings", "staggered", "n=3", "tiny cache",
@@ -166,32 +165,19 @@ def engine(drafter: str, verification: str = "coupled", tiny_cache: bool = False
     common |= {"verification": verification, "prefill_chunk_size": 16}
     models = ("same", "noisy", "unrelated", "short context", *(name for name in BY_NAME if "draft" in name))
     if tiny_cache:
-        # Features, and keys and values of their own.
-        heads = any(name in drafter for name in ("eagle", "medusa", "stopping"))
+        heads = any(name in drafter for name in ("eagle", "medusa"))  # features, and keys and values of their own
         common["kv_cache_bytes"] = 8 * 16 * 512 * (2 if drafter in models or heads else 1)
     if drafter == "none":
         return LLM(target(), **common)
     if drafter.startswith("ngram"):
         low, high = map(int, drafter.split()[1].split("-"))
         return engine_with(NGramDrafter(high, low), target(), **_without(common, "dtype", "device"))
-    if drafter.startswith("stopping"):
-        how = {"method": "eagle"} if "eagle" in drafter else {}
-        llm = LLM(target(), head("eagle") if how else draft_llm("noisy"), num_speculative_tokens=16, **how, **common)
-        _stop(llm)
-        return llm
     if drafter in BY_NAME:
         draft = draft_llm("noisy") if drafter in models else head(drafter.split()[-1 if "lookup" in drafter else 0])
         return LLM(target(), draft, num_speculative_tokens=16, **BY_NAME[drafter], **common)
     if drafter in models:
         return LLM(target(), draft_llm(drafter), num_speculative_tokens=16, **common)
     return engine_with(scripted(drafter), target(), **_without(common, "dtype", "device"))
-
-
-def _stop(llm: LLM) -> None:
-    """Let chains stop where the draft is not sure, by a measure that changes from round to round."""
-    drafter: Any = llm.engine.drafter
-    propose, least = drafter.propose, itertools.cycle((0.01, 0.1, 0.3, 1.0, 0.0))
-    drafter.propose = lambda rows, num_tokens: propose(replace(rows, least=next(least)), num_tokens)
 
 
 def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from outrider.sampling.random import Purpose, round_seeds
 from outrider.sampling.rules import Prefix
 
 if TYPE_CHECKING:
-    from outrider.draft.confidence import Confidence
     from outrider.draft.drafter import DraftRows
 
 __all__ = ["Chain"]
@@ -28,14 +27,13 @@ class Chain:
     Args:
         rows: Whom to guess for; on their own device, their copy of the tokens takes the guesses.
         device: Where the draft runs.
-        confidence: Says whether it pays to go on; None where chains are always as long as asked.
 
     Attributes:
         tokens: The rows' tokens there, ``[B, L]``, the guesses after the committed ones.
         lengths: Committed tokens, ``[B, 1]``.
     """
 
-    def __init__(self, rows: DraftRows, device: torch.device, confidence: Confidence | None = None) -> None:
+    def __init__(self, rows: DraftRows, device: torch.device) -> None:
         self.tokens, self.lengths = rows.tokens.to(device), rows.lengths.to(device)[:, None]
         self._rules = rows.rules if rows.lengths.device == device else rows.rules.to(device)
         self._independent, self._purpose = rows.independent, Purpose.CHOICE
@@ -44,22 +42,11 @@ class Chain:
             self._rules = replace(self._rules, seeds=round_seeds(self._rules.seeds, self.lengths[:, 0]))
         self._guesses: list[torch.Tensor] = []
         self._probs: list[torch.Tensor] = []
-        self._watch = None if confidence is None else confidence.watch(rows)
 
     @property
     def guesses(self) -> torch.Tensor:
         """What was guessed so far, ``[B, K]``."""
         return torch.cat(self._guesses, 1)
-
-    @property
-    def num_guesses(self) -> int:
-        """How many there are so far."""
-        return len(self._guesses)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether it pays to guess on, as far as the draft is sure of what it guessed."""
-        return self._watch is None or self._watch.goes_on
 
     def add(self, logits: torch.Tensor) -> torch.Tensor:
         """Take the next guess by its logits: ``[B, 1, V]`` -> ids ``[B, 1]``."""
@@ -72,14 +59,10 @@ class Chain:
             self._probs.append(distribution(logits, self._rules, prefix))
         self.tokens.scatter_(1, prefix.ends, guess)
         self._guesses.append(guess)
-        if self._watch is not None:
-            self._watch.add(logits)
         return guess
 
     def proposal(self, counted: torch.Tensor, num_tokens: int, vocab_size: int | None = None) -> Proposal:
         """Propose what was guessed, `counted` ``[B]`` of it, in `num_tokens` columns; q over the target's ids."""
-        if self._watch is not None:
-            self._watch.close()
         guesses, more = self.guesses, num_tokens - len(self._guesses)
         if not self._probs:
             return Proposal(F.pad(guesses, (0, more)), counted)

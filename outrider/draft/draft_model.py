@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from outrider.draft.catching_up import runs
 from outrider.draft.chain import Chain
-from outrider.draft.confidence import Confidence
 from outrider.draft.drafter import WithCache
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.sampling.upload import upload
@@ -67,8 +66,6 @@ class DraftModelDrafter(WithCache):
         self._target_vocab_size = target_vocab_size
         self._shared_vocab_size = shared_vocab_size
         self.makes_trees = self._shape is not None
-        self._confidence = Confidence()
-        self.num_steps = 0  # of the last chain, where it might have stopped
 
     def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Make a chain's passes fast: of the first few tokens a row, then of one."""
@@ -96,14 +93,11 @@ class DraftModelDrafter(WithCache):
             self._cached[slot] = begin + count
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
-        """Generate `num_tokens` tokens a row, by the row's own sampling parameters and prefix; or a tree of them.
-
-        Fewer, where more would not pay: as far as `rows.least` asks for that.
-        """
+        """Generate `num_tokens` tokens a row, by the row's own sampling parameters and prefix; or a tree of them."""
         if self._shape is not None and not rows.independent:
             return self._tree(self._shape, rows, num_tokens)
         device = self.runner.device
-        chain, tables = Chain(rows, device, self._confidence), rows.tables.to(device)
+        chain, tables = Chain(rows, device), rows.tables.to(device)
         positions = (chain.lengths - torch.arange(self._fed_first, 0, -1, device=device)).clamp(min=0)
         context = max(rows.host_lengths)
         for step in range(num_tokens):
@@ -111,10 +105,7 @@ class DraftModelDrafter(WithCache):
             logits = self.runner.forward(fed, positions, tables, context + step, rows.start)[:, -1:]
             chain.add(self._widened(logits))
             positions = chain.lengths + step  # of the guess
-            if not chain.goes_on:
-                break
-        self.num_steps = chain.num_guesses if rows.least > 0 else 0
-        counted = torch.full_like(chain.lengths[:, 0], chain.num_guesses)
+        counted = torch.full_like(chain.lengths[:, 0], num_tokens)
         return chain.proposal(counted, num_tokens, self._target_vocab_size).to(rows.lengths.device)
 
     def kept(self, slot: int) -> int:
@@ -128,7 +119,6 @@ class DraftModelDrafter(WithCache):
         """
         for slot, length, right in zip(slots, lengths, accepted, strict=True):
             self._cached[slot] = length if self.makes_trees else length - 1 + right
-            self._confidence.learn(slot, right)
 
     def _tree(self, shape: TreeShape, rows: DraftRows, num_tokens: int) -> Proposal:
         """Grow a tree; its root is the last committed token, fed once more with the nodes after it."""

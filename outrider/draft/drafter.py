@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.proposal import Proposal
     from outrider.sampling.rules import Rules
 
-__all__ = ["DraftRows", "Drafter", "PartedDrafter", "SteppingDrafter", "WithCache", "WithoutCache"]
+__all__ = ["DraftRows", "Drafter", "PartedDrafter", "WithCache", "WithoutCache"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class DraftRows:
         features: What is kept of the target's hidden states, ``[slots, width]``, by the same tables as keys and
             values: those of all tokens but the last committed one are right. None where no drafter asked for any.
         independent: Whether guesses must be drawn independently of the target's choice, with their q.
-        least: Tokens that one more guess for every row must be expected to give, if a chain is to go on; 0: it is to be
-            as long as asked.
     """
 
     slots: tuple[int, ...]
@@ -52,7 +50,6 @@ class DraftRows:
     rules: Rules
     independent: bool
     features: torch.Tensor | None = None
-    least: float = 0.0
 
     def picked(self, members: Sequence[int]) -> DraftRows:
         """Give some of the rows, by their places in this."""
@@ -68,7 +65,6 @@ class DraftRows:
             rules=self.rules.picked(index),
             independent=self.independent,
             features=self.features,
-            least=self.least,
         )
 
 
@@ -226,15 +222,6 @@ class WithoutCache:
 
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         """There is nothing to copy."""
-
-
-@runtime_checkable
-class SteppingDrafter(Drafter, Protocol):
-    """A drafter that writes chains guess by guess, and may stop where the next one is not likely enough to be right."""
-
-    @property
-    def num_steps(self) -> int:
-        """Guesses of the last chain, where it might have stopped; 0 where it was as long as asked."""
 
 
 @runtime_checkable

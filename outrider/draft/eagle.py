@@ -16,7 +16,6 @@ import torch
 
 from outrider.draft.catching_up import runs
 from outrider.draft.chain import Chain
-from outrider.draft.confidence import Confidence
 from outrider.draft.drafter import WithCache
 from outrider.draft.tree import Growth, TreeShape, grow, ranked
 from outrider.kernels.attention import slots_of
@@ -57,8 +56,6 @@ class EagleDrafter(WithCache):
         self._shape = shape
         deepest = longest if shape is None else shape.depth(longest)
         self._window = max(deepest, 1) + 1  # all that a round may commit
-        self._confidence = Confidence()
-        self.num_steps = 0  # of the last chain, where it might have stopped
 
     def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Nothing: the products are the library's."""
@@ -93,10 +90,9 @@ class EagleDrafter(WithCache):
 
     def commit(self, slots: tuple[int, ...], lengths: tuple[int, ...], accepted: tuple[int, ...]) -> None:
         """Count as cached what was fed with true features, unless more than the window was missing."""
-        for slot, length, right in zip(slots, lengths, accepted, strict=True):
+        for slot, length in zip(slots, lengths, strict=True):
             if self.missing(slot, length) == 0:
                 self._cached[slot] = length - 1
-            self._confidence.learn(slot, right)
 
     # --- how it is done
 
@@ -109,17 +105,14 @@ class EagleDrafter(WithCache):
         return self.head.forward(tokens, features, places, tables, context, rows.start)
 
     def _chain(self, rows: DraftRows, num_tokens: int, hidden: Tensor, context: int) -> Proposal:
-        """Generate, as long as it pays: each guess is fed with what the head thought of the place before it."""
-        chain = Chain(rows, rows.lengths.device, self._confidence)
+        """Generate: each guess is fed with what the head thought of the place before it."""
+        chain = Chain(rows, rows.lengths.device)
         guess = chain.add(self.head.logits(hidden))
         for step in range(1, num_tokens):
-            if not chain.goes_on:
-                break
             places = chain.lengths + (step - 2)
             hidden = self.head.forward(guess, hidden, places, rows.tables, context + step, rows.start)
             guess = chain.add(self.head.logits(hidden))
-        self.num_steps = chain.num_guesses if rows.least > 0 else 0
-        return chain.proposal(torch.full_like(rows.lengths, chain.num_guesses), num_tokens)
+        return chain.proposal(torch.full_like(rows.lengths, num_tokens), num_tokens)
 
     def _tree(self, rows: DraftRows, num_tokens: int, hidden: Tensor, context: int) -> Proposal:
         """Grow a tree; its root is the pair of the last place, fed once more with the nodes after it."""

@@ -74,7 +74,6 @@ class Party:
         trees: Whether guesses are trees.
         inside: Whether the pass makes them itself (a captured round).
         narrows: Whether the pass is cut to the longest proposal.
-        stops: Whether guesses are made one by one, as long as it pays.
         drawn: Whether any row of the round draws its tokens.
         context: Tokens of a row, on average.
         floor: Guesses that the pass is as wide as in any case.
@@ -86,7 +85,6 @@ class Party:
     trees: bool = False
     inside: bool = False
     narrows: bool = False
-    stops: bool = False
     drawn: bool = False
     context: int = 0
     floor: int = 0
@@ -99,12 +97,11 @@ class Party:
 
 @dataclass(frozen=True)
 class Choice:
-    """Guesses for each row, whether any of it is for the sake of knowledge alone, and `least` as in `DraftRows`."""
+    """Guesses for each row, and whether any of it is for the sake of knowledge alone."""
 
     lengths: list[int]
     probe: bool = False
     reference: bool = False
-    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class RoundTimes:
         drafting: Of these, for guesses made outside of the pass.
         feeding: For what drafters read before it.
         width: Guesses that the pass was as wide as.
-        asked: Guesses that the drafter made one by one, or was asked for, and for how many rows.
+        asked: Guesses that the drafter was asked for, and for how many rows.
         rows_asked: See `asked`.
         tokens: Tokens that it gave, all rows together.
         clean: Whether nothing else was done in that time.
@@ -184,8 +181,7 @@ class Controller:
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
             length, members, reference = 0, [], True
         self._settled[party.drafter] = [id(wish.sequence) for wish in wishes], STANDS if members else 0
-        least = plan.least(length, members) if party.stops and members and not probe else 0.0
-        return Choice(self._dealt(party, wishes, length, members), probe, reference, least)
+        return Choice(self._dealt(party, wishes, length, members), probe, reference)
 
     def _stands(self, party: Party, wishes: Seq[Wish]) -> bool:
         """Whether these rows were not to guess a moment ago; without guesses there is nothing new to think about."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from outrider.engine.round import RoundResult
     from outrider.sequence import Sequence
 
-__all__ = ["Decision", "Flight", "Readback", "by_part"]
+__all__ = ["Decision", "Flight", "Readback"]
 
 
 class Readback:
@@ -90,13 +90,3 @@ class Flight:
     clean: bool = False
     own: list[int] | None = None
     drafting: float = 0.0
-
-
-def by_part(credited: list[list[int]], num_parts: int) -> list[tuple[int, int]]:
-    """Count guesses and accepted guesses of each part of a mixture, by a row of `Readback.credited`."""
-    counts = [(0, 0)] * num_parts
-    for part, accepted in zip(*credited, strict=True):
-        if 0 <= part < num_parts:
-            made, right = counts[part]
-            counts[part] = made + 1, right + accepted
-    return counts

@@ -46,13 +46,11 @@ class Drafting:
         drafter: Who guesses.
         members: The rows it guesses for, by their place in the plan; none named means all.
         index: The same on the device, ``[b]``; None for all.
-        least: Tokens that one more guess for each must be expected to give, see `DraftRows`.
     """
 
     drafter: Drafter
     members: tuple[int, ...] = ()
     index: torch.Tensor | None = None
-    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def propose(
     served = []
     for share in plan.drafting:
         try:
-            seen = rows.drafting(plan.verification.draws_guesses, share.members, share.least)
+            seen = rows.drafting(plan.verification.draws_guesses, share.members)
             if not share.members:  # a row without guesses may lag: it must write nothing where others read
                 tables = seen.tables.where(plan.allowance[:, None] > 0, TRASH_BLOCK)
                 seen = replace(seen, tables=tables)

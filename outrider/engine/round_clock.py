@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from outrider.draft.drafter import SteppingDrafter
 from outrider.engine.controller import RoundTimes
 
 if TYPE_CHECKING:
@@ -42,13 +41,12 @@ class RoundClock:
         self._read_at = now
         away = self._entered_at - self._left_at if flight.began < self._entered_at else 0.0
         lone = len(flight.served) == (1 if any(flight.wanted) else 0)
-        steps = [one.num_steps for one, _ in flight.served if isinstance(one, SteppingDrafter)]
         return RoundTimes(
             seconds=seconds,
             drafting=flight.drafting,
             feeding=flight.decision.feeding,
             width=len(packed[0]) - 4,
-            asked=max(steps, default=0) or max(flight.wanted),
+            asked=max(flight.wanted),
             rows_asked=sum(length > 0 for length in flight.wanted),
             tokens=sum(row[-3] + 1 for row in packed[: len(flight.sequences)]),
             clean=flight.clean and lone and away <= MOST_AWAY * seconds,

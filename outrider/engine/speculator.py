@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
-from outrider.draft.drafter import PartedDrafter, SteppingDrafter
+from outrider.draft.drafter import PartedDrafter
 from outrider.engine.controller import Controller, Party, Wish
 from outrider.engine.cost import Grid, unknown_costs
-from outrider.engine.flight import Decision, by_part
+from outrider.engine.flight import Decision
 from outrider.engine.round import Drafting
 from outrider.sampling.upload import upload
 
@@ -69,7 +69,6 @@ class Speculator:
         self._drafters: WeakSet[Drafter] = WeakSet([] if drafter is None else [drafter])
         self._failures: WeakKeyDictionary[Drafter, int] = WeakKeyDictionary()  # of each drafter, in a row
         self._limited: WeakSet[Sequence] = WeakSet()
-        self._least: dict[int, float] = {}  # by drafter, in the round that was decided last: see `DraftRows`
         self._controller: Controller | None = None
 
     def meet(self, drafter: Drafter | None) -> None:
@@ -141,22 +140,18 @@ class Speculator:
         """Choose by drafter: as asked, or as far as it pays; and say whether any of it is a probe."""
         wanted: list[int] = []
         open_to: dict[int, list[int]] = {}
-        asked_for: set[int] = set()  # drafters of rows that get as many as they asked for
-        probe, self._least = False, {}
+        probe = False
         for place, wish in enumerate(wishes):
             choosing = wish.most > 0 and self._adaptive and wish.sequence.request.params.draft_length is None
             wanted.append(0 if choosing else wish.most)
             if choosing:
                 open_to.setdefault(id(self._drafter_of(wish.sequence)), []).append(place)
-            elif wish.most:
-                asked_for.add(id(self._drafter_of(wish.sequence)))
         for places in open_to.values():
             drafter = self._drafter_of(ready[places[0]])
             assert drafter is not None
             party = replace(self._party(drafter, ready), floor=max(wanted))
             choice = self._control(drafter).choose(party, [wishes[place] for place in places])
             probe |= choice.probe
-            self._least[id(drafter)] = 0.0 if id(drafter) in asked_for else choice.least
             for place, length in zip(places, choice.lengths, strict=True):
                 wanted[place] = max(length, self._forced(wishes[place], drafter))
         return wanted, probe
@@ -168,15 +163,13 @@ class Speculator:
 
     def _party(self, drafter: Drafter | None, ready: list[Sequence]) -> Party:
         on_card = self._runner.device.type == "cuda"
-        narrows = not on_card and drafter is not None and not drafter.makes_trees
         return Party(
             drafter="" if drafter is None else drafter.name,
             num_rows=len(ready),
             most=self._num_tokens,
             trees=drafter is not None and drafter.makes_trees,
             inside=on_card and drafter is not None and drafter is self.drafter and drafter.device_side,
-            narrows=narrows,
-            stops=narrows and isinstance(drafter, SteppingDrafter),
+            narrows=not on_card and drafter is not None and not drafter.makes_trees,
             drawn=any(one.request.params.temperature > 0 for one in ready),
             context=sum(map(len, ready)) // max(1, len(ready)),
         )
@@ -199,11 +192,7 @@ class Speculator:
             if wanted[place] and drafter is not None:
                 members.setdefault(id(drafter), (drafter, []))[1].append(place)
         device = self._state.device
-        least = self._least
-        return tuple(
-            Drafting(one, tuple(rows), upload(rows, device), least.get(key, 0.0))
-            for key, (one, rows) in members.items()
-        )
+        return tuple(Drafting(drafter, tuple(rows), upload(rows, device)) for drafter, rows in members.values())
 
     def lone_drafter(self, sequences: list[Sequence], wanted: list[int]) -> Drafter | None:
         """Give the drafter of all rows that want guesses, where it is one."""
@@ -299,7 +288,7 @@ class Speculator:
         """
         told = tuple(one.slot for one in sequences if one.slot is not None), tuple(len(one) for one in sequences)
         if credited is not None and isinstance(drafter, PartedDrafter):
-            each = [by_part(row, len(drafter.part_names)) for row in credited]
+            each = [_by_part(row, len(drafter.part_names)) for row in credited]
             for sequence, counts in zip(sequences, each, strict=True):
                 sequence.ledger.record_parts(drafter.part_names, counts)
             right = tuple(tuple(-1 if not made else good for made, good in counts) for counts in each)
@@ -342,3 +331,13 @@ class Speculator:
             self.failed(drafter, error)
             return False
         return True
+
+
+def _by_part(credited: list[list[int]], num_parts: int) -> list[tuple[int, int]]:
+    """Count guesses and accepted guesses of each part."""
+    counts = [(0, 0)] * num_parts
+    for part, accepted in zip(*credited, strict=True):
+        if 0 <= part < num_parts:
+            made, right = counts[part]
+            counts[part] = made + 1, right + accepted
+    return counts

@@ -47,8 +47,8 @@ class Rows:
     rules: Rules
     features: torch.Tensor | None = None
 
-    def drafting(self, independent: bool, members: tuple[int, ...] = (), least: float = 0.0) -> DraftRows:
-        """Give what a drafter sees of these rows, or of some `members`, by their places; `least`: see `DraftRows`."""
+    def drafting(self, independent: bool, members: tuple[int, ...] = ()) -> DraftRows:
+        """Give what a drafter sees of these rows, or of some `members`, by their places."""
         seen = DraftRows(
             slots=self.slots,
             index=self.index,
@@ -60,7 +60,6 @@ class Rows:
             rules=self.rules,
             independent=independent,
             features=self.features,
-            least=least,
         )
         return seen.picked(members) if 0 < len(members) < len(self.slots) else seen
 

@@ -59,28 +59,19 @@ class Weighing:
 
     def seconds(self, length: int, members: Seq[int]) -> float:
         """Seconds of the round, without what is to be read before."""
-        floor, stops = self._party.floor, self._party.stops
-        if not self._party.narrows:
-            return self._drafting(length, members) + self._pass(max(length, floor))
-        taken = self._pass(floor) + (0.0 if stops else self._drafting(length, members))
-        begin = 0
+        party, costs = self._party, self._costs
+        drafting = costs.draft_seconds(party.drafter, len(members), length, drawn=party.drawn)
+        floor = party.floor
+        if not party.narrows or length <= floor:
+            return drafting + self._pass(max(length, floor))
+        begin, seconds = floor, self._pass(floor)
+        taken = drafting + seconds
         for end in self._lengths:
-            if end > length:
-                break
-            more = self._pass(max(end, floor)) - self._pass(max(begin, floor))
-            if stops:
-                more += self._drafting(end, members) - self._drafting(begin, members)
-            taken += more * self._reached(begin + 1, members)
-            begin = end
+            if begin < end <= length:
+                wider = self._pass(end)
+                taken += (wider - seconds) * self._reached(begin + 1, members)
+                begin, seconds = end, wider
         return taken
-
-    def least(self, length: int, members: Seq[int]) -> float:
-        """Tokens that one more guess for every member must be expected to give, to be worth its time."""
-        step = self._drafting(1, members) + (self._pass(length) - self._pass(0)) / length
-        return self.worth(length, members) * step
-
-    def _drafting(self, length: int, members: Seq[int]) -> float:
-        return self._costs.draft_seconds(self._party.drafter, len(members), length, drawn=self._party.drawn)
 
     def _pass(self, length: int) -> float:
         if length not in self._passes:
@@ -119,9 +110,7 @@ class Weighing:
         return gain[last] + (gain[last] - gain[last - 1]) * (1 + gain[last]) / 2
 
     def _reached(self, place: int, members: Seq[int]) -> float:
-        """The chance that any of these rows guesses as far as a place; those that stop, do so together."""
-        if self._party.stops:
-            return max(wide[min(place, len(wide) - 1)] for wide in (self._outlooks[row].wide for row in members))
+        """The chance that any of these rows guesses as far as a place."""
         none = 1.0
         for row in members:
             wide = self._outlooks[row].wide
