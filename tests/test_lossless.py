@@ -77,6 +77,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "frequency_penalty": -0.4, "repetition_penalty": 1.2, "logit_bias": {101: 5, EOS_ID: 9}, "min_tokens": 5,
         "bad_words": ["e", "th"], "stop_token_ids": [32], "logprobs": 2,
     },
+    # At their end and at their edges: a stop that the text does not show, white space that is banned, the least p.
+    "a special token as stop": {
+        "temperature": 1.1, "seed": 10, "ignore_eos": True, "stop": "</s>", "logit_bias": {EOS_ID: 14}, "logprobs": 1,
+    },
+    "white space banned": {"temperature": 0.9, "seed": 12, "bad_words": ["\n", " "], "logit_bias": {10: 12, 32: 12}},
+    "the least p": {"temperature": 1.4, "seed": 11, "top_p": 1e-60, "repetition_penalty": 1e-60},
     # What these texts are is held against an oracle of its own in test_grammar.py.
     "grammar": {"temperature": 0, "grammar": Grammar.regex("[a-m ]{1,5}(:[0-9a-f]{2,6}){0,2}")},
     "json": {"temperature": 0, "grammar": Grammar.json_schema(

@@ -12,7 +12,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft.suffix_index import SuffixIndex
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, InvalidRequestError
+from outrider.sampling.params import check_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,13 +101,14 @@ def _records(lines: Iterable[str], path: Path) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         try:
             texts = [*_strings(json.loads(line) if line.strip() else None)]
-            for text in texts:
-                text.encode()
-            yield from texts
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"corpus {path}: line {number} holds half of a surrogate pair; mend it") from error
         except ValueError as error:
             raise ConfigError(f"corpus {path}: line {number} is not JSON ({error})") from error
+        try:
+            for text in texts:
+                check_text(f"corpus {path}: line {number}", text)
+        except InvalidRequestError as error:
+            raise ConfigError(str(error)) from None
+        yield from texts
 
 
 def _strings(record: Any) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.draft.ngram import NGramDrafter
 from outrider.errors import InvalidRequestError
+from outrider.sampling.params import SamplingParams, check_text
 from outrider.server.admission import Admission
 from outrider.server.call import Call
 from outrider.server.errors import ApiError, invalid, not_ready
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from outrider.llm import LLM
-    from outrider.sampling.params import SamplingParams
     from outrider.sequence import Request
     from outrider.server.admission import Ticket
     from outrider.server.metrics import Metrics
@@ -105,8 +105,6 @@ class Service:
 
     async def _self_test(self, model: Model) -> None:
         """Generate two tokens, so that a server that says it is ready has shown that it can."""
-        from outrider.sampling.params import SamplingParams
-
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, seed=0)
         assert self.admission is not None
         call = await self._opened(model, self.admission.enter(""), [[0]], params, None)
@@ -244,7 +242,7 @@ class Service:
         """Tokenize and check, off the loop; then hand over to the engine."""
         for prompt in prompts:
             if isinstance(prompt, str):
-                check_text(prompt, model)
+                _check_prompt(prompt, model)
         drafter = None if method is None else model.lookup
         names = [self._name() for _ in prompts]
 
@@ -278,7 +276,7 @@ class Service:
         tokenizer: Any = model.llm.tokenizer
         if tokenizer is None:
             raise invalid("this model has no tokenizer; send token ids")
-        check_text(text, model)
+        _check_prompt(text, model)
         encoded = await self.work(lambda: tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
         return list(encoded)
 
@@ -327,7 +325,7 @@ def _check_room(request: Request, params: SamplingParams, most: int) -> None:
         )
 
 
-def check_text(text: str, model: Model) -> None:
+def _check_prompt(text: str, model: Model) -> None:
     """Refuse what can never fit, and what is no text, before any tokenizer sees it.
 
     Raises:
@@ -342,6 +340,6 @@ def check_text(text: str, model: Model) -> None:
             param="prompt",
         )
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise invalid("the prompt holds half of a surrogate pair, which is no character; send valid text") from None
+        check_text("the prompt", text)
+    except InvalidRequestError as error:
+        raise invalid(str(error)) from None

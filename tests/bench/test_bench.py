@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -23,6 +22,7 @@ from outrider.bench.trials import Budget, Reply, Setting, Trial, measured
 from outrider.bench.words import parting
 from outrider.cli import app
 from outrider.prompts import Prompt
+from tests.answering import answering
 from tests.scripted import ScriptedDrafter, engine_with
 from tests.tiny import byte_tokenizer, greedy, save, tiny_draft, tiny_target
 
@@ -363,11 +363,8 @@ class Chunked(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def stranger() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Chunked)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    with answering(Chunked) as url:
+        yield f"{url}/v1"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
@@ -488,11 +485,8 @@ class Strange(Chunked):
 
 @pytest.fixture(scope="module")
 def strange() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answering(Strange) as url:
+        yield url
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -25,6 +25,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from outrider import LLM
 from outrider.errors import ConfigError
 from outrider.server.tracing import Tracing, traces_to
+from tests.answering import answering
 from tests.server.harness import Local, local, serving
 from tests.tiny import byte_tokenizer, save, tiny_target
 
@@ -213,15 +214,8 @@ class Collector(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def collecting() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
     bodies: list[tuple[str, bytes]] = []
-    made = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Collector,), {"bodies": bodies}))
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{made.server_port}", bodies
-    finally:
-        made.shutdown()
-        made.server_close()
-        thread.join()
+    with answering(type("Own", (Collector,), {"bodies": bodies})) as url:
+        yield url, bodies
 
 
 @contextlib.contextmanager
