@@ -188,11 +188,18 @@ def load_target(source: Any, quantization: str | None, *, device: torch.device, 
         ConfigError: A setting is out of range; known before any weight is read.
         ModelLoadError: The model is missing, broken, or cannot be served.
     """
+    from outrider.kernels.compilers import dismiss
+    from outrider.kernels.tuning import expect_work
     from outrider.model.load import load_model
     from outrider.model.quantize import check_kind
 
     check_kind(quantization, device)
-    return optimized(load_model(source, device=device, **how), source, quantization)
+    expect_work(device)  # gets ready while weights are read
+    try:
+        return optimized(load_model(source, device=device, **how), source, quantization)
+    except BaseException:
+        dismiss()
+        raise
 
 
 def optimized(loaded: LoadedModel, source: Any, quantization: str | None) -> LoadedModel:

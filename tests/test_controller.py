@@ -85,6 +85,27 @@ def test_a_text_that_becomes_predictable_gets_guesses_within_a_few_dozen_tokens(
             assert machine is lookup or sum(at < 300 for at in text.guessed) < 30
 
 
+def test_a_probe_that_something_else_held_up_is_not_the_last_one() -> None:
+    """What a draft must read takes 2 seconds once, in place of a millisecond: a compilation, or a neighbour."""
+
+    class Call(float):
+        held_up = False
+
+        def __mul__(self, times: float) -> float:
+            self.held_up, before = self.held_up and not times, self.held_up
+            return times * (2000.0 if before else float(self))
+
+    machine = card()
+    controller = Controller(machine.profile(1))
+    machine.call = call = Call(1.0)
+    run(machine, [Text(0.0, 4000)], 1, controller)
+    call.held_up = True
+    run(machine, [Text(0.0, 400)], 1, controller)
+    assert not call.held_up  # it came
+    run(machine, [text := Text(0.97, 600)], 1, controller)
+    assert sum(at < 200 for at in text.guessed) > 10
+
+
 def test_a_noisy_start_heals() -> None:
     """Rounds with guesses looked twice as dear as they are, or plain ones did."""
     for error in (lambda _, width: 2.0 if width else 1.0, lambda _, width: 1.0 if width else 2.0):

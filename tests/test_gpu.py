@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from outrider import LLM, Grammar, SamplingParams
+from outrider.model.kv_cache import TRASH_BLOCK, blocks_for
 from tests.eagle_checkpoints import write
 from tests.scripted import ScriptedDrafter, engine_with
 from tests.test_heads_by_name import medusa_folder
@@ -143,13 +145,14 @@ def test_loaded_models_run_on_kernels_and_change_no_token(
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_quantised_draft_changes_speed_alone(narrow: tuple[str, str], kind: str) -> None:
     how = {"dtype": "bfloat16", "draft_quantization": kind, "draft_vocab_size": 200, "max_num_seqs": 4}
+    least = 0.05 if kind == "int4" else 0.1  # random weights feel the rounding; by chance it would be 0.005
     with LLM(*narrow, **how, exact=True) as llm:
         for settings in SETTINGS:
             assert texts(llm, 5, settings) == texts(llm, "off", settings)
-        assert llm.engine.figures.accepted > 0.1 * llm.engine.figures.drafted > 0
+        assert llm.engine.figures.accepted > least * llm.engine.figures.drafted > 0
     with LLM(*narrow, **how) as llm:
         assert_only_near_ties_part(llm)
-        assert llm.engine.figures.accepted > 0.1 * llm.engine.figures.drafted > 0
+        assert llm.engine.figures.accepted > least * llm.engine.figures.drafted > 0
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
@@ -188,6 +191,27 @@ def test_a_round_is_one_replay_and_nobody_waits(narrow: tuple[str, str], specula
         while llm.engine.busy:
             llm.engine.step()
         assert llm.engine.graphs.num_replays - replays == llm.engine.figures.rounds - rounds >= steps > 5
+
+
+def test_nothing_is_compiled_once_an_engine_stands(narrow: tuple[str, str]) -> None:
+    """A compilation in the middle of texts holds everybody up for seconds: whatever a draft must read is foreseen."""
+    from triton import knobs
+
+    compiled: list[str] = []
+    with LLM(*narrow, dtype="bfloat16", max_num_seqs=4, max_model_len=400) as llm:
+        knobs.runtime.jit_cache_hook = lambda **asked: compiled.append(asked["fn"].name)  # says nothing: go on
+        try:
+            for settings in SETTINGS[:2]:
+                for how in ("off", "auto", 5):
+                    texts(llm, how, settings)
+            for runner in (llm.engine.runner, llm.engine.drafter.runner):
+                for rows, width in product((1, 3, 4), (1, 2, 3, 5, 9, 16, 17, 33, 64, 65, 100, 200)):
+                    positions = torch.arange(40, 40 + width, device="cuda").repeat(rows, 1)
+                    tables = torch.full((rows, blocks_for(400)), TRASH_BLOCK, device="cuda")
+                    runner.feed(positions * 0, positions, tables, 40 + width, None)
+        finally:
+            knobs.runtime.jit_cache_hook = None
+    assert compiled == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Controller", "Party", "RoundTimes", "Wish"]
 
 PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
+MOST_BLAME = 4.0  # times what a probe may lose: beyond it was something else, as a compilation or a neighbour
 REFERENCE_SHARE = 0.005  # the same by plain rounds, where drafting seems to pay
 FIRST_REFERENCE = 32  # rounds before the first of these: a short text is better used
 LOYALTY = 1.02  # what the last length is favoured by, so that the choice does not flicker
@@ -142,6 +143,7 @@ class Controller:
         self._reputations: dict[tuple[str, bool], Reputation] = {}
         self._last: dict[str, int] = {}  # by drafter, the length chosen last
         self._owed: dict[str, float] = {}  # by drafter, seconds that probes lost and time has not earned again
+        self._foreseen: dict[str, float] = {}  # by drafter, seconds that a probe may lose, as expected or as seen
         self._owed_plain: dict[str, float] = {}
         self._settled: dict[str, tuple[list[int], int]] = {}  # by drafter, who was not to guess, and since when
         self._turn, self._trusted = 0, 1  # whose turn it is to be tried, and how many at once
@@ -175,8 +177,10 @@ class Controller:
                 plan.with_tried(members, self._turn, self._trusted),
                 True,
             )
+            foreseen = plan.seconds(length, members) - plan.seconds(0, []) + plan.reading(members)
+            self._foreseen[party.drafter] = max(foreseen, self._foreseen.get(party.drafter, 0.0))
             # Until it is read, so that no second one is started meanwhile.
-            self._owed[party.drafter] = max(plan.seconds(length, members) - plan.seconds(0, []), PROBE_SHARE)
+            self._owed[party.drafter] = max(foreseen, PROBE_SHARE)
         elif length and self._doubtful(party, length, worth / plain):
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
             length, members, reference = 0, [], True
@@ -239,8 +243,7 @@ class Controller:
             if not times.clean:
                 taken = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
                 taken += self.costs.pass_seconds(shape) + times.feeding
-            lost = taken - plain * times.tokens / party.num_rows
-            self._owed[party.drafter] = max(0.0, lost)
+            self._owed[party.drafter] = self._believed(party, taken - plain * times.tokens / party.num_rows, plain)
             if times.tokens > party.num_rows:  # something was right: what is true of one may be of more
                 self._trusted = min(2 * self._trusted, party.num_rows)
             else:
@@ -249,6 +252,12 @@ class Controller:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
             self.costs.took_pass(shape, times.seconds - drafting)
+
+    def _believed(self, party: Party, lost: float, plain: float) -> float:
+        """Give what a probe is held to have lost: what nobody expected is believed when it comes again."""
+        most = MOST_BLAME * max(self._foreseen.get(party.drafter, 0.0), plain)
+        self._foreseen[party.drafter] = min(max(0.0, lost), most)
+        return self._foreseen[party.drafter]
 
     def _agreement(self, drafter: str, sequence: Sequence) -> Agreement:
         known = self._agreements.setdefault(sequence, {})

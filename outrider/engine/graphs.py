@@ -25,6 +25,7 @@ from outrider.engine.cost import CHAIN, DRAFT_LENGTHS, NEAR, Grid, RoundCosts
 from outrider.engine.profile import FAR, clear_blocks
 from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
 from outrider.kernels.attention import BLOCK_SIZE
+from outrider.kernels.compilers import dismiss
 from outrider.model.kv_cache import RESERVED, TRASH_BLOCK, blocks_for
 from outrider.proposal import Proposal
 from outrider.sampling.rules import RuleFlags
@@ -157,7 +158,8 @@ class RoundGraphs:
         tuned = time.perf_counter()
         for bucket in counted(buckets, "capturing rounds"):
             if self._ready(bucket) is None:
-                return  # what stopped one will stop all
+                break  # what stopped one will stop all
+        dismiss()
         took = tuned - began, time.perf_counter() - tuned
         logger.info("products tuned in %.1f s, %d rounds captured in %.1f s", took[0], self.num_captured, took[1])
 

@@ -97,6 +97,11 @@ class Weighing:
         most = (PROBE_SLACK - 1) * least / len(others)
         return [*members, *tried, *(row for row in others if row not in tried and self._reading(row) <= most)]
 
+    def reading(self, members: Seq[int]) -> float:
+        """Seconds until the drafters of these rows have read what they lack."""
+        each = [self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag) for row in members]
+        return max(each, default=0.0) if self._party.inside else sum(each)
+
     def _reading(self, row: int) -> float:
         """Seconds until a row's drafter has read what it lacks; on a card all rows' are read together."""
         return 0.0 if self._party.inside else self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag)

@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["compile_apart", "wanted_by"]
+__all__ = ["compile_apart", "dismiss", "expect", "wanted_by"]
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 16  # each holds a quarter of a GiB, mostly torch, until its work is done
+MOST_PROCESSES = 16  # each holds a quarter of a GiB, mostly torch, until it is dismissed
 JOBS_EACH = 3  # a process starts in about two seconds: fewer kernels are compiled here as fast
-LONGEST = 120.0  # seconds, after which those that are left are given up
+LONGEST = 120.0  # seconds, after which processes are ended, whatever they do
 
 
 def wanted_by(work: Sequence[Callable[[], object]]) -> list[str]:
-    """Say what calls that compile would compile, each once, as `compile_worker` reads it; nothing is compiled.
+    """Say which kernels calls would compile, each once, as `compile_worker` reads it; none of these is compiled or run.
 
-    The calls must compile by ``kernel.warmup``. What was compiled in this process already is not wanted.
+    The calls go on without what those kernels would have computed: nothing in them may be looked up by it. What was
+    compiled in this process already is not wanted.
     """
     wanted: dict[str, None] = {}
     with _noting(wanted):
@@ -46,15 +47,13 @@ def wanted_by(work: Sequence[Callable[[], object]]) -> list[str]:
 
 @contextlib.contextmanager
 def _noting(wanted: dict[str, None]) -> Iterator[None]:
-    """Note every compilation ahead of its first launch, in place of doing it."""
+    """Note every compilation, in place of doing it and of the launch that it was for."""
     from triton import knobs
     from triton.runtime.driver import driver
 
     target: Any = driver.active.get_current_target()
 
     def note(**asked: Any) -> bool:
-        if not asked["is_manual_warmup"]:  # a launch, elsewhere: it needs its kernel now
-            return False
         kernel = asked["fn"]
         job = {
             "target": [target.backend, target.arch, target.warp_size],
@@ -72,33 +71,78 @@ def _noting(wanted: dict[str, None]) -> Iterator[None]:
         knobs.runtime.jit_cache_hook = before
 
 
+def expect(num_jobs: int) -> None:
+    """Start processes for so many kernels to come; they get ready while others work."""
+    with _lock:
+        _pool.start(num_jobs)
+
+
 def compile_apart(wanted: Sequence[str]) -> int:
     """Compile in other processes; give how many kernels now lie in the cache on disk for it."""
-    count = min(len(wanted) // JOBS_EACH, os.cpu_count() or 1, MOST_PROCESSES)
-    if count < 2:
-        return 0
-    jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for job in wanted:
-        jobs.put(job)
-    workers: list[subprocess.Popen[str]] = []
-    timer = threading.Timer(LONGEST, _end, [workers])
-    timer.start()
-    try:
-        workers += [_started() for _ in range(count)]
-        with ThreadPoolExecutor(count) as pool:
-            return sum(pool.map(lambda worker: _served(worker, jobs), workers))
-    except OSError as error:
-        logger.debug("kernels cannot be compiled in other processes: %s", error)
-        return 0
-    finally:
-        timer.cancel()
-        _end(workers)
+    with _lock:
+        return _pool.compile(wanted)
 
 
-def _end(workers: list[subprocess.Popen[str]]) -> None:
-    for worker in workers:
-        worker.kill()
-        worker.wait()
+def dismiss() -> None:
+    """End the processes: nothing is left to compile."""
+    with _lock:
+        _pool.end()
+
+
+class _Pool:
+    """Processes that compile, from when some are expected until they are dismissed, or `LONGEST` has passed."""
+
+    def __init__(self) -> None:
+        self._workers: list[subprocess.Popen[str]] = []
+        self._timer: threading.Timer | None = None
+
+    def start(self, num_jobs: int) -> None:
+        """Start as many as are worth their start; those that stand stay."""
+        count = min(num_jobs // JOBS_EACH, os.cpu_count() or 1, MOST_PROCESSES)
+        if self._workers or count < 2:
+            return
+        self._timer = threading.Timer(LONGEST, self._kill, [self._workers])
+        self._timer.daemon = True
+        self._timer.start()
+        try:
+            for _ in range(count):
+                self._workers.append(_started())
+        except OSError as error:
+            logger.debug("kernels cannot be compiled in other processes: %s", error)
+            self.end()
+
+    def compile(self, wanted: Sequence[str]) -> int:
+        """Compile all that is wanted; give how much of it was."""
+        self.start(len(wanted))
+        if not self._workers or not wanted:
+            return 0
+        jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for job in wanted:
+            jobs.put(job)
+        with ThreadPoolExecutor(len(self._workers)) as pool:
+            return sum(pool.map(lambda worker: _served(worker, jobs), self._workers))
+
+    def end(self) -> None:
+        """End all."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._kill(self._workers)
+        self._workers = []
+
+    @staticmethod
+    def _kill(workers: list[subprocess.Popen[str]]) -> None:
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.wait()
+            for pipe in (worker.stdin, worker.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+
+_pool = _Pool()
+_lock = threading.Lock()
 
 
 def _started() -> subprocess.Popen[str]:
@@ -115,7 +159,7 @@ def _served(worker: subprocess.Popen[str], jobs: queue.SimpleQueue[str]) -> int:
     assert worker.stdin is not None
     assert worker.stdout is not None
     done = 0
-    with contextlib.suppress(OSError), worker.stdin, worker.stdout:
+    with contextlib.suppress(OSError, ValueError):  # ended meanwhile
         while not jobs.empty():
             try:
                 job = jobs.get_nowait()

@@ -221,7 +221,7 @@ class Product:
 
 
 def tune(
-    products: Sequence[tuple[Product, bool]], num_rows: Sequence[int], *, along: Sequence[Callable[[], object]] = ()
+    products: Sequence[tuple[Product, bool]], num_rows: Sequence[int], *, passes: Sequence[Callable[[], object]] = ()
 ) -> None:
     """Time a few tilings and the library for these numbers of rows, and keep the best for all products of a kind.
 
@@ -231,7 +231,7 @@ def tune(
     Args:
         products: Each with whether a residual is added to it.
         num_rows: How many rows they will be called with.
-        along: Other kernels' compilations, done at the same time.
+        passes: What else is compiled at the same time, see `compile_ahead`.
     """
     if not any(product.runs_kernel and product.weight.stored.is_cuda for product, _ in products):
         return
@@ -248,7 +248,6 @@ def tune(
             elif (product.kind, bucket) not in unknown:
                 unknown[product.kind, bucket] = product, rows, residual
                 coming.append((product, rows, residual, choices_for(product, bucket)))
-    # Where all tilings are known, an earlier process compiled them here.
-    compile_ahead(coming, along, anew=bool(unknown))
+    compile_ahead(products[0][0].weight.stored.device, passes, coming)
     for (_, bucket), (product, rows, residual) in unknown.items():
         product.choose(bucket, fastest(product, rows, residual=residual))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from outrider.kernels.attention import MAX_DIM, reference_attention, stored_places
 from outrider.kernels.launch import runs_kernels
 from outrider.kernels.rotary import rotate_and_store_reference
@@ -13,7 +11,7 @@ from outrider.kernels.rotary import rotate_and_store_reference
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_FRESH", "compile_rotate_and_attend", "rotate_and_attend", "rotate_and_attend_reference"]
+__all__ = ["MAX_FRESH", "rotate_and_attend", "rotate_and_attend_reference"]
 
 MAX_FRESH = 16  # fresh tokens a row: one block of keys beside those in the cache
 
@@ -75,14 +73,6 @@ def rotate_and_attend(
     from outrider.kernels.jit.rotate_attend import launch_rotate_attend
 
     return launch_rotate_attend(qkv, keys, values, tables, positions, cos, sin, **how)
-
-
-def compile_rotate_and_attend(*arguments: Tensor, **how: Any) -> None:
-    """Compile what `rotate_and_attend` would run with these arguments, and run nothing: several threads may do so."""
-    from outrider.kernels.jit.rotate_attend import launch_rotate_attend
-
-    with torch.cuda.device(arguments[0].device):
-        launch_rotate_attend(*arguments, **how, compile_alone=True)
 
 
 def rotate_and_attend_reference(

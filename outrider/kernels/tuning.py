@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.kernels.compilers import compile_apart, wanted_by
+from outrider.kernels.compilers import compile_apart, expect, wanted_by
+from outrider.kernels.launch import uses_kernels
 from outrider.kernels.tiles import Tiles, bucket_of, candidates
 
 if TYPE_CHECKING:
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 
     from outrider.kernels.products import Product
 
-__all__ = ["choices_for", "compile_ahead", "fastest", "recalled", "remember"]
+__all__ = ["choices_for", "compile_ahead", "expect_work", "fastest", "recalled", "remember"]
 
 logger = logging.getLogger(__name__)
 
 _COLD_BYTES = 110 << 20  # weights of one turn: twice any L2, so that none is left from the turn before
 _CHAIN_BYTES = 600e6  # weights a graph reads, about 200 us
 _REPLAYS = 4
+USUAL_JOBS = 48  # kernels that a model and a draft of its own need at a first start, or more
 _LIBRARY_FROM = 17  # below, rows must not see each other: see `products`
 
 
@@ -122,31 +124,42 @@ def _copies(product: Product) -> list[Product]:
     return copies
 
 
-def compile_ahead(
-    wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]],
-    along: Sequence[Callable[[], object]] = (),
-    *,
-    anew: bool = False,
-) -> None:
-    """Compile tilings of (product, number of rows, whether a residual is added), and whatever else, many at a time.
+def expect_work(device: torch.device) -> None:
+    """Get ready to compile where no engine was started on a card like this one before; `dismiss` ends it."""
+    if device.type == "cuda" and uses_kernels(device) and not _notes(device)[1]:
+        expect(USUAL_JOBS)
 
-    Most of a first start on a machine is compiling. `anew`: little of it is in Triton's cache yet, so that processes
-    for it are worth their start.
+
+def compile_ahead(
+    device: torch.device,
+    passes: Sequence[Callable[[], object]],
+    wanted: Sequence[tuple[Product, int, bool, Sequence[Tiles]]] = (),
+) -> None:
+    """Compile what passes run, and tilings of (product, number of rows, whether a residual is added), many at a time.
+
+    Most of a model's first start on a machine is compiling: where a product was never tuned here, other processes do
+    it. The passes are run: nothing in them may be looked up by what a kernel computes.
     """
+    if device.type != "cuda":
+        return
     jobs: dict[Any, tuple[Product, int, bool, Tiles]] = {}
     for product, num_rows, residual, choices in wanted:
         product.reserve(choices)
         for tiles in choices:
             jobs[product.kind, bucket_of(num_rows), tiles] = product, num_rows, residual, tiles
-    work: list[Callable[[], object]] = [*along, *(partial(_compiles, *job) for job in jobs.values())]
-    if anew:
+    work = [partial(_compiles, *job) for job in jobs.values()]
+    buckets = [(product, bucket) for product, rows, *_ in wanted if (bucket := bucket_of(rows)) is not None]
+    if any(not recalled(*one)[0] for one in buckets):
         began = time.perf_counter()
-        count = compile_apart(wanted_by(work))
+        count = compile_apart(wanted_by([*work, *passes]))
         logger.info("%d kernels compiled in other processes in %.1f s", count, time.perf_counter() - began)
     with ThreadPoolExecutor(max(1, min(len(work), os.cpu_count() or 1))) as pool:
-        for done in [pool.submit(one) for one in work]:
-            if (error := done.exception()) is not None:  # it will be met again, where it is dealt with
-                logger.debug("compiling ahead failed: %s", error)
+        list(pool.map(lambda one: one(), work))
+    for one in passes:
+        try:
+            one()
+        except Exception as error:  # noqa: BLE001 - it will be met again, where it is dealt with
+            logger.debug("compiling ahead failed: %s", error)
 
 
 def _compiles(product: Product, num_rows: int, residual: bool, tiles: Tiles) -> bool:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from outrider.kernels.products import Product, tune
 from outrider.kernels.rotary import rotate_and_store
-from outrider.kernels.rotate_attend import MAX_FRESH, compile_rotate_and_attend, rotate_and_attend
+from outrider.kernels.rotate_attend import MAX_FRESH, rotate_and_attend
+from outrider.kernels.tuning import compile_ahead
 from outrider.model.attention import Probe
 from outrider.model.decoder import MODEL_ROUNDINGS, PROBE_TOKENS, within
 from outrider.model.fuse import GatedMLP, RMSNorm
-from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, blocks_for
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache
 from outrider.model.packing import is_plain_linear
 from outrider.model.paged import PagedStep
 
@@ -82,16 +83,6 @@ class _Layer:
     def _looking(self) -> dict[str, Any]:
         return {"scale": self.scaling, "window": self.shape.sliding_window, "softcap": self.shape.softcap}
 
-    def compile(self, rows: int, steps: int, places: int, cos: Tensor, sin: Tensor) -> None:
-        """Compile attention for passes of this shape, over tables of so many places."""
-        dim, heads = self.shape.key_dim, self.shape.num_kv_heads
-        like: dict[str, Any] = {"dtype": self.qkv.dtype, "device": cos.device}
-        qkv = torch.empty(rows * steps, (self.num_heads + 2 * heads) * dim, **like)
-        keys, values = (torch.empty(BLOCK_SIZE, heads, dim, **like) for _ in range(2))
-        positions = torch.zeros(rows, steps, dtype=torch.long, device=cos.device)
-        tables = positions.new_zeros(rows, blocks_for(places))
-        compile_rotate_and_attend(qkv, keys, values, tables, positions, cos, sin, **self._heads, **self._looking)
-
 
 class DeviceDecoder:
     """Runs a whole model of the usual structure by kernels.
@@ -146,23 +137,18 @@ class DeviceDecoder:
         part._layers = [self._layers[place] for place in keep]  # noqa: SLF001 - it is of this class
         return part
 
-    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
-        """Compile what passes of (rows, tokens a row) run, and find the fastest way to compute their products.
+    def tune(self, num_rows: Sequence[int], steps: Sequence[PagedStep]) -> None:
+        """Find the fastest way to compute products of so many rows, and compile all that these passes run."""
+        kinds = {(layer.shape, layer.scaling): place for place, layer in enumerate(self._layers)}
+        few = self.only(sorted(kinds.values()))
+        passes = [partial(few.hidden, torch.zeros_like(step.positions), step) for step in steps]
+        tune(self.products, num_rows, passes=passes)
 
-        `places`: what a row's table holds.
-        """
-        kinds = {(layer.shape, layer.scaling): layer for layer in self._layers}
-        attention = [
-            partial(layer.compile, rows, steps, places, self._cos, self._sin)
-            for layer in kinds.values()
-            for rows, steps in passes
-            if steps <= MAX_FRESH
-        ]
-        products = [
-            (product, product in (layer.output, layer.down)) for layer in self._layers for product in layer.products
-        ]
-        num_rows = sorted({rows * steps for rows, steps in passes})
-        tune([*products, (self._head, False)], num_rows, along=attention)
+    @property
+    def products(self) -> list[tuple[Product, bool]]:
+        """All of them, each with whether a residual is added to it."""
+        each = [(one, one in (layer.output, layer.down)) for layer in self._layers for one in layer.products]
+        return [*each, (self._head, False)]
 
 
 def _product(
@@ -233,4 +219,6 @@ def _same_logits(made: DeviceDecoder, decoder: Decoder, model: Any, layers: Sequ
     cache = KVCache(list(layers), RESERVED + 1, model.dtype, model.device)
     tables = torch.full((1, 1), RESERVED, device=model.device)
     step = PagedStep(cache, tokens - 1, tables, BLOCK_SIZE)
+    products = [(product, PROBE_TOKENS, residual, ()) for product, residual in made.products]
+    compile_ahead(model.device, [partial(made, tokens, step)], products)
     return within(decoder(tokens, tokens - 1, Probe()).float(), made(tokens, step), MODEL_ROUNDINGS, model.dtype)

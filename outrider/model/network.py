@@ -16,17 +16,22 @@ from outrider.kernels.launch import uses_kernels
 from outrider.model.attention import Step
 from outrider.model.decoder import Decoder, decoder_for
 from outrider.model.device_decoder import DeviceDecoder, device_decoder_for
+from outrider.model.kv_cache import TRASH_BLOCK, blocks_for
 from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedModel
 
     from outrider.kernels.weights import WeightQuantization
     from outrider.model.kv_cache import LayerShape
 
+    SeenAs = Callable[[torch.Tensor, torch.Tensor, int, int | None], tuple[Step | PagedStep, torch.Tensor]]
+
 __all__ = ["Network"]
+
+FEED_WIDTHS = 4, 8, 16, 32, 64, 128  # tokens a row: with them, all kernels are met that read what a cache lacks
 
 
 class Network:
@@ -99,10 +104,17 @@ class Network:
             taken = {tap: output.hidden_states[tap] for tap in taps}
         return _joined(taken, taps, tokens)
 
-    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
-        """Make passes of (rows, tokens a row) as fast as they can be; `places`: what a row's table holds."""
-        if self.device_decoder is not None:
-            self.device_decoder.tune(passes, places)
+    def tune(self, passes: Sequence[tuple[int, int]], places: int, seen: SeenAs) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be, and what is fed between them.
+
+        `places`: what a row's table holds. `seen`: gives a pass's view of the cache.
+        """
+        if self.device_decoder is None:
+            return
+        rows = sorted({count for count, _ in passes})
+        every = sorted({*passes, *((count, width) for count in rows for width in FEED_WIDTHS)})
+        steps = [_nobodys(seen, *shape, places, self._model.device) for shape in every]
+        self.device_decoder.tune(sorted({count * width for count, width in passes}), steps)
 
     def only(self, keep: Sequence[int]) -> Network:
         """Give the same network with some of its layers alone, in this order: it shares all weights."""
@@ -113,6 +125,15 @@ class Network:
             part.device_decoder = self.device_decoder.only(keep)
         part._model = _with_layers(self._model, keep)  # noqa: SLF001 - it is of this class
         return part
+
+
+def _nobodys(seen: SeenAs, num_rows: int, num_tokens: int, places: int, device: torch.device) -> PagedStep:
+    """Give the view of a pass over tokens that belong to nobody, in the middle of texts."""
+    positions = torch.arange(1, num_tokens + 1, device=device).repeat(num_rows, 1)
+    tables = torch.full((num_rows, blocks_for(places)), TRASH_BLOCK, dtype=torch.long, device=device)
+    step, _ = seen(positions, tables, num_tokens + 1, None)
+    assert isinstance(step, PagedStep)
+    return step
 
 
 def _joined(taken: dict[int, Any], taps: Sequence[int], tokens: torch.Tensor) -> torch.Tensor | None:

@@ -252,7 +252,7 @@ class TorchRunner:
 
         `places`: what a row's table holds.
         """
-        self.network.tune(passes, places)
+        self.network.tune(passes, places, self.step)
         if self.device.type == "cuda" and not self._exact:  # there, shapes depend on the prompt alone
             self._prompts = PromptGraphs(self._feed, self.device, GraphRecorder(self.device))
             self._prompts.capture(min(places, self.context_length), self.cache)

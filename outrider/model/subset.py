@@ -59,4 +59,4 @@ class LayerSubsetRunner:
 
     def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
         """Make passes of (rows, tokens a row) as fast as they can be."""
-        self._network.tune(passes, places)
+        self._network.tune(passes, places, self._whole.step)

@@ -18,7 +18,7 @@ import torch
 from triton.compiler.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from outrider.kernels.compilers import compile_apart, wanted_by
+from outrider.kernels.compilers import compile_apart, dismiss, expect, wanted_by
 from outrider.kernels.jit.compile_worker import AbsentCard
 from outrider.kernels.jit.products import silu_mul_kernel
 
@@ -32,8 +32,12 @@ wanted = wanted_by([*work, *work, lambda: 1 / 0])  # what cannot be told is left
 assert len(wanted) == 6, wanted
 damaged = [json.dumps(json.loads(job) | {"module": "os", "name": name}) for name, job in zip("abcdef", wanted)]
 assert compile_apart(damaged) == 0  # nothing but our own kernels, and a failure is told
+dismiss()
 assert compile_apart(wanted[:3]) == 0  # too few to start processes for
+expect(6)
+assert compile_apart(wanted[:3]) == 3  # but they stand already
 assert compile_apart(wanted) == 6
+dismiss()
 
 
 def missing(*_, **__):
@@ -50,11 +54,73 @@ except AssertionError:
 """
 
 
+COVERED = """
+import os
+from functools import partial
+from unittest import mock
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from triton.runtime.driver import driver
+
+from outrider.kernels.compilers import wanted_by
+from outrider.kernels.jit import attention, products, rotary, rotate_attend
+from outrider.kernels.jit.compile_worker import AbsentCard
+from outrider.model import device_decoder
+from outrider.model.fuse import optimize
+from outrider.model.load import LoadedModel
+from outrider.model.runner import TorchRunner
+
+driver.set_active(AbsentCard("cuda", 90, 32))
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 256}
+config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=4096)
+model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+os.environ["OUTRIDER_KERNELS"] = "1"
+optimize(model)
+del os.environ["OUTRIDER_KERNELS"]
+runner = TorchRunner(LoadedModel(model, None, "tiny", (), 4096, 256))
+os.environ |= {"TRITON_INTERPRET": "1", "OUTRIDER_KERNELS": "1"}  # kernels are taken; Triton itself is not told
+runner.network.device_decoder = device_decoder.DeviceDecoder(model, runner.layers, 4096)
+runner._kernels = True
+runner.allocate(600)
+passes = []
+with mock.patch.object(device_decoder, "tune", lambda *_, passes: globals()["passes"].extend(passes)):
+    with mock.patch.object(attention, "processors", lambda _: 132):
+        with mock.patch.object(rotate_attend, "processors", lambda _: 132):
+            runner.tune([(rows, 1) for rows in (1, 2, 4, 8, 16)], 560)
+            asked = set(wanted_by(passes))
+            assert len(asked) > 10, asked
+
+
+            @torch.inference_mode()
+            def fed(rows, width):
+                positions = torch.arange(40, 40 + width).repeat(rows, 1)
+                tables = torch.arange(2, 2 + rows * 35).view(rows, 35)
+                runner.feed(positions * 0, positions, tables, 40 + width, None)
+
+
+            for rows in (1, 3, 4, 7, 16):
+                for width in (1, 2, 3, 5, 9, 16, 17, 33, 64, 65, 100, 200):
+                    assert set(wanted_by([partial(fed, rows, width)])) <= asked, (rows, width)
+print("covered")
+"""
+
+
+def answer_of(script: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_no_kernel_is_left_to_be_compiled_when_a_cache_lags(tmp_path: Path) -> None:
+    """Whatever a drafter must read in the middle of texts: a compilation there would hold everybody up for seconds."""
+    done = answer_of(COVERED, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "covered\n"), done.stderr
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_what_others_compiled_is_not_compiled_again(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = answer_of(SCRIPT, tmp_path)
     assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr

@@ -34,7 +34,15 @@ SPARE_COUNTERS = 1 << 14
 
 
 @triton.jit(
-    do_not_specialize=["num_queries", "num_places", "window", "fixed_length", "table_stride", "line_stride"],
+    do_not_specialize=[
+        "num_queries",
+        "num_places",
+        "window",
+        "fixed_length",
+        "table_stride",
+        "line_stride",
+        "tree_stride",
+    ],
 )
 def _attention(
     query, keys, values, tables, positions, ancestors, out, mixes, stats, counters,

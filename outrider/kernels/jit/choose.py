@@ -100,7 +100,7 @@ def _settled(
     return tl.max(packed, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_steps", "ends_row", "ends_step"])
 def choose_kernel(
     logits,
     temperatures,

@@ -82,7 +82,7 @@ def _slot(table, place, num_blocks):
     return tl.load(table + tl.minimum(place // BLOCK, num_blocks - 1)) * BLOCK + place % BLOCK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_steps", "num_blocks", "table_row", "place_row", "position_row"])
 def rotate_kernel(
     qkv, tables, places, positions, cos, sin, keys, values, query_norm, key_norm, queries, eps,
     num_steps, num_blocks, num_angles, qkv_row, table_row, place_row, position_row, pool_slot, pool_head,

@@ -10,7 +10,6 @@ What stands since before the pass (old keys and values, tables, positions) is re
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -221,9 +220,8 @@ def launch_rotate_attend(
     softcap: float | None,
     ancestors: Tensor | None,
     tiling: Tiling | None = None,
-    compile_alone: bool = False,
 ) -> Tensor:
-    """Launch the kernel: see `outrider.kernels.rotate_attend.rotate_and_attend`; or compile it alone."""
+    """Launch the kernel: see `outrider.kernels.rotate_attend.rotate_and_attend`."""
     (rows, steps), (_, heads, dim) = positions.shape, keys.shape
     tree = positions if ancestors is None else ancestors
     assert keys.stride() == values.stride(), "the pools of keys and values must be laid out alike"
@@ -240,8 +238,7 @@ def launch_rotate_attend(
     merged, chunk = merge_shape(tiling, steps * group, block_d)
     overlap = overlaps(device)
     grid = tiling.splits, heads * tiles, rows
-    start = partial(rotate_attend_kernel.warmup, grid=grid) if compile_alone else rotate_attend_kernel[grid]
-    start(
+    rotate_attend_kernel[grid](
         qkv, keys, values, tables, positions, tree, cos, sin, query_norm, key_norm, out, mixes, stats, counters,
         qkv.stride(0), *keys.stride()[:2], tables.stride(0), positions.stride(0), tree.stride(0), steps,
         tables.shape[1] * BLOCK_SIZE, cos.shape[0], window or 0,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["accept_kernel", "launch_accept"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["idle", "width", "choice_row", "best_row", "guesses_row", "tokens_row"])
 def accept_kernel(
     choice,
     best,
