@@ -1,4 +1,4 @@
-"""Processes that compile kernels: half of a compilation is Python, which in threads of one process takes turns.
+"""A process whose children compile kernels: half of a compilation is Python, and threads of one process take turns.
 
 What they compile lies in Triton's cache on disk afterwards, where this process finds it in milliseconds. They need no
 card. Whatever goes wrong with them costs time alone: what is missing is compiled here, when it is needed.
@@ -10,11 +10,10 @@ import contextlib
 import json
 import logging
 import os
-import queue
+import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,9 +23,9 @@ __all__ = ["compile_apart", "dismiss", "expect", "wanted_by"]
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 16  # each holds a quarter of a GiB, mostly torch, until it is dismissed
-JOBS_EACH = 3  # a process starts in about two seconds: fewer kernels are compiled here as fast
-LONGEST = 120.0  # seconds, after which processes are ended, whatever they do
+MOST_PROCESSES = 16
+LEAST_JOBS = 6  # the process starts in some seconds: fewer kernels are compiled here as fast
+LONGEST = 120.0  # seconds, after which it is ended, whatever it does
 
 
 def wanted_by(work: Sequence[Callable[[], object]]) -> list[str]:
@@ -71,103 +70,87 @@ def _noting(wanted: dict[str, None]) -> Iterator[None]:
         knobs.runtime.jit_cache_hook = before
 
 
-def expect(num_jobs: int) -> None:
-    """Start processes for so many kernels to come; they get ready while others work."""
+def expect() -> None:
+    """Start the process for kernels to come; it gets ready while others work."""
     with _lock:
-        _pool.start(num_jobs)
+        _beside.start()
 
 
 def compile_apart(wanted: Sequence[str]) -> int:
     """Compile in other processes; give how many kernels now lie in the cache on disk for it."""
     with _lock:
-        return _pool.compile(wanted)
+        return _beside.compile(wanted)
 
 
 def dismiss() -> None:
-    """End the processes: nothing is left to compile."""
+    """End the process: nothing is left to compile."""
     with _lock:
-        _pool.end()
+        _beside.end()
 
 
-class _Pool:
-    """Processes that compile, from when some are expected until they are dismissed, or `LONGEST` has passed."""
+class _Beside:
+    """The process, from when it is expected until it is dismissed, or `LONGEST` has passed."""
 
     def __init__(self) -> None:
-        self._workers: list[subprocess.Popen[str]] = []
+        self._process: subprocess.Popen[str] | None = None
         self._timer: threading.Timer | None = None
 
-    def start(self, num_jobs: int) -> None:
-        """Start as many as are worth their start; those that stand stay."""
-        count = min(num_jobs // JOBS_EACH, os.cpu_count() or 1, MOST_PROCESSES)
-        if self._workers or count < 2:
+    def start(self) -> None:
+        """Start it, where it does not stand."""
+        if self._process is not None or not hasattr(os, "fork"):
             return
-        self._timer = threading.Timer(LONGEST, self._kill, [self._workers])
-        self._timer.daemon = True
-        self._timer.start()
+        most = max(1, min(os.cpu_count() or 1, MOST_PROCESSES))
+        command = [sys.executable, "-m", "outrider.kernels.jit.compile_worker", str(most)]
+        more = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same modules as here, however found
+        more |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads do not pass on to children
         try:
-            for _ in range(count):
-                self._workers.append(_started())
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                env={**os.environ, **more}, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             logger.debug("kernels cannot be compiled in other processes: %s", error)
-            self.end()
+            return
+        self._timer = threading.Timer(LONGEST, _kill, [self._process])
+        self._timer.daemon = True
+        self._timer.start()
 
     def compile(self, wanted: Sequence[str]) -> int:
         """Compile all that is wanted; give how much of it was."""
-        self.start(len(wanted))
-        if not self._workers or not wanted:
+        if len(wanted) >= LEAST_JOBS:
+            self.start()
+        if self._process is None or not wanted:
             return 0
-        jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for job in wanted:
-            jobs.put(job)
-        with ThreadPoolExecutor(len(self._workers)) as pool:
-            return sum(pool.map(lambda worker: _served(worker, jobs), self._workers))
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        done = 0
+        with contextlib.suppress(OSError, ValueError):  # ended meanwhile
+            self._process.stdin.write("\n".join([str(len(wanted)), *wanted, ""]))
+            self._process.stdin.flush()
+            for _ in wanted:
+                if not (answer := self._process.stdout.readline()):
+                    break
+                done += answer == "compiled\n"
+        return done
 
     def end(self) -> None:
-        """End all."""
+        """End it."""
         if self._timer is not None:
             self._timer.cancel()
-        self._kill(self._workers)
-        self._workers = []
-
-    @staticmethod
-    def _kill(workers: list[subprocess.Popen[str]]) -> None:
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.wait()
-            for pipe in (worker.stdin, worker.stdout):
+        if self._process is not None:
+            _kill(self._process)
+            for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
+        self._process = self._timer = None
 
 
-_pool = _Pool()
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its children, too
+    process.wait()
+
+
+_beside = _Beside()
 _lock = threading.Lock()
-
-
-def _started() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "outrider.kernels.jit.compile_worker"]
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # the same modules as here, however found
-    return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, **paths},
-    )  # fmt: skip
-
-
-def _served(worker: subprocess.Popen[str], jobs: queue.SimpleQueue[str]) -> int:
-    """Hand one process job after job, until none is left or it is gone."""
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    done = 0
-    with contextlib.suppress(OSError, ValueError):  # ended meanwhile
-        while not jobs.empty():
-            try:
-                job = jobs.get_nowait()
-            except queue.Empty:
-                break
-            worker.stdin.write(job + "\n")
-            worker.stdin.flush()
-            if not (answer := worker.stdout.readline()):
-                break
-            done += answer == "compiled\n"
-    return done

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _COLD_BYTES = 110 << 20  # weights of one turn: twice any L2, so that none is left from the turn before
 _CHAIN_BYTES = 600e6  # weights a graph reads, about 200 us
 _REPLAYS = 4
-USUAL_JOBS = 48  # kernels that a model and a draft of its own need at a first start, or more
 _LIBRARY_FROM = 17  # below, rows must not see each other: see `products`
 
 
@@ -127,7 +126,7 @@ def _copies(product: Product) -> list[Product]:
 def expect_work(device: torch.device) -> None:
     """Get ready to compile where no engine was started on a card like this one before; `dismiss` ends it."""
     if device.type == "cuda" and uses_kernels(device) and not _notes(device)[1]:
-        expect(USUAL_JOBS)
+        expect()
 
 
 def compile_ahead(

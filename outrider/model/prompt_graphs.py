@@ -57,20 +57,21 @@ class PromptGraphs:
         recorded: Callable[[Callable[[], None]], Callable[[], object]],
     ) -> None:
         self._feed, self._device, self._recorded = feed, device, recorded
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int], _Captured | None] = {}  # None: when it is first needed
         self.num_replays = 0
 
     def capture(self, longest: int, cache: KVCache) -> None:
-        """Capture passes that serve texts of up to `longest` tokens, the largest first.
+        """Capture passes that serve texts of up to `longest` tokens, the largest first: of lone ones all.
 
+        Of several texts at once the longest pass is captured now, for what it shows, and others when they are needed.
         Where a model cannot be captured, or what is captured does something else, prompts are fed as ever.
         """
-        lengths = [one for one in LENGTHS if one <= longest]
-        shapes = [(1 << power, length) for length in lengths for power in range(MOST_ROWS.bit_length())]
-        shapes = [(rows, length) for rows, length in shapes if rows * length <= MOST_TOKENS]
         try:
-            for rows, length in sorted(shapes, key=lambda shape: -shape[0] * shape[1]):
-                self._captured[rows, length] = self._capture(rows, length)
+            for rows in (1 << power for power in range(MOST_ROWS.bit_length())):
+                lengths = [one for one in LENGTHS if one <= longest and rows * one <= MOST_TOKENS]
+                self._captured |= {(rows, length): None for length in lengths}
+                for length in lengths[::-1] if rows == 1 else lengths[-1:]:
+                    self._captured[rows, length] = self._capture(rows, length)
             self._check(cache)
         except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be captured
             logger.warning("prompts cannot be captured and are fed kernel by kernel: %s", error)
@@ -81,7 +82,7 @@ class PromptGraphs:
         num_rows, num_tokens = tokens.shape
         rows = 1 << (num_rows - 1).bit_length()
         length = next((one for one in LENGTHS if one >= num_tokens), 0)
-        one = self._captured.get((rows, length))
+        one = self._ready(rows, length)
         if one is None:
             return False
         one.tokens[:num_rows, :num_tokens] = tokens
@@ -92,6 +93,17 @@ class PromptGraphs:
         one.start()
         self.num_replays += 1
         return True
+
+    def _ready(self, rows: int, length: int) -> _Captured | None:
+        if (rows, length) not in self._captured:
+            return None
+        if self._captured[rows, length] is None:
+            try:
+                self._captured[rows, length] = self._capture(rows, length)
+            except Exception as error:  # noqa: BLE001 - want of memory, as it seems: others of its kind went well
+                logger.warning("prompts of %d x %d tokens are fed kernel by kernel: %s", rows, length, error)
+                del self._captured[rows, length]
+        return self._captured.get((rows, length))
 
     def _capture(self, rows: int, length: int) -> _Captured:
         tokens = torch.zeros(rows, length, dtype=torch.long, device=self._device)
@@ -105,7 +117,7 @@ class PromptGraphs:
 
         Blocks that belong to nobody yet are written.
         """
-        for rows, length in {rows: (rows, length) for rows, length in self._captured}.values():
+        for rows, length in {rows: (rows, length) for (rows, length), one in self._captured.items() if one}.values():
             blocks = rows * length // BLOCK_SIZE
             if RESERVED + blocks > cache.num_blocks:
                 continue
