@@ -121,7 +121,7 @@ class Engine:
             self.speculator.prepare()
             return
         self.graphs.prepare(counted)
-        self.speculator.prepare(self.graphs.costs(self._num_blocks))
+        self.speculator.prepare(self.graphs.costing(self._num_blocks))
 
     @property
     def drafter(self) -> Drafter | None:

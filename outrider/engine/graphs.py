@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -201,6 +202,10 @@ class RoundGraphs:
         captured.graph.replay()
         self.num_replays += 1
         return captured.result
+
+    def costing(self, num_blocks: int) -> Callable[[], RoundCosts | None] | None:
+        """Give what times the captured rounds, `costs`; None where there are none."""
+        return partial(self.costs, num_blocks) if self.num_captured else None
 
     def costs(self, num_blocks: int) -> RoundCosts | None:
         """Time the captured rounds of simple rules, before anybody runs; None where there are none.

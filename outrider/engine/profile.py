@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["FAR", "Profiler", "clear_blocks", "nobodys_rows"]
 
 logger = logging.getLogger("outrider")
-FORMAT = 1  # of the files that are kept
+FORMAT = 2  # of the files that are kept
 BUDGET = 1.0  # seconds for each of the four things that are timed; what nothing can be said without comes first
 TURNS = 3
 FAR = 1024  # cached tokens of a second look, for what context costs
@@ -64,13 +64,22 @@ class Profiler:
         self._device = runner.device
         self._num_rows = len(state.lengths) - 1
 
-    def costs(self, drafter: Drafter) -> RoundCosts:
-        """Profile rounds with and without a drafter's guesses; what an earlier process found is taken as it is."""
-        file = _file(self._device, self._identity(drafter))
+    def costs(self, drafter: Drafter, captured: Callable[[], RoundCosts | None] | None = None) -> RoundCosts:
+        """Profile rounds with and without a drafter's guesses; what an earlier process found is taken as it is.
+
+        `captured` times rounds that stand ready, where there are any: they are then what is run.
+        """
+        file = _file(self._device, [*self._identity(drafter), captured is not None])
         found = _recalled(file)
         if found is None:
             began = time.perf_counter()
-            found = self._profiled(drafter)
+            found = None if captured is None else captured()
+            if found is None:
+                found = self._profiled(drafter)
+            elif drafter.device_side:  # its guesses are part of the passes
+                found.feeds[drafter.name] = self.feed(drafter)
+            else:
+                found.note(drafter.name, *self.drafter(drafter))
             logger.info("rounds profiled in %.1f s", time.perf_counter() - began)
             _keep(file, found)
         return found

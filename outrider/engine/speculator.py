@@ -76,17 +76,13 @@ class Speculator:
         if drafter is not None:
             self._drafters.add(drafter)
 
-    def prepare(self, costs: RoundCosts | None = None) -> None:
-        """Measure what rounds cost now, rather than in the first request's time; or take what is known of passes."""
+    def prepare(self, captured: Callable[[], RoundCosts | None] | None = None) -> None:
+        """Measure what rounds cost now, rather than in the first request's time; `captured` as for `Profiler.costs`."""
         if not self._adaptive or self.drafter is None:
             return
+        costs = None
         try:
-            if costs is None:
-                costs = self._profiler.costs(self.drafter)
-            elif self.drafter.device_side:  # its guesses are part of the passes
-                costs.feeds[self.drafter.name] = self._profiler.feed(self.drafter)
-            else:
-                costs.note(self.drafter.name, *self._profiler.drafter(self.drafter))
+            costs = self._profiler.costs(self.drafter, captured)
         except Exception as error:  # noqa: BLE001 - it will fail in its rounds too, where that is dealt with
             logger.debug("rounds with drafter %s could not be timed: %s", self.drafter.name, error)
         self._controller = Controller(costs or unknown_costs())
