@@ -10,6 +10,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.engine.controller import Controller, Party, RoundTimes, Wish
 from outrider.engine.cost import CHAIN, Grid, PassShape, RoundCosts
+from outrider.engine.trials import Trials
 from tests.round_simulation import Machine, Text, compared, run
 from tests.scripted import generate_together
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
@@ -144,13 +145,18 @@ def taught(controller: Controller, text: Text, right: int, rounds: int = 12, ask
     return Wish(text, 8)  # type: ignore[arg-type]
 
 
+def no_trials_now(controller: Controller) -> None:
+    controller._trials.setdefault("draft", Trials()).begin(1.0)
+    controller._owed_plain["draft"] = 1.0
+
+
 def test_one_good_row_does_not_widen_everybodys_round() -> None:
     """Alone it drafts far; among fifteen that gain nothing it does not, nor do they."""
     controller = Controller(costs())
     good = taught(controller, Text(0, 1000), right=8)
     assert controller.choose(Party("draft", 1, 8), [good]).lengths[0] == 8
     bad = [taught(controller, Text(0, 1000), right=0) for _ in range(15)]
-    controller._owed["draft"] = controller._owed_plain["draft"] = 1.0  # no trials now
+    no_trials_now(controller)
     assert not any(controller.choose(Party("draft", 16, 8, narrows=True), [good, *bad]).lengths)
 
 
@@ -159,7 +165,7 @@ def test_rows_that_gain_nothing_stay_out_where_others_draft() -> None:
     grid = Grid({(1, 1): 0.1, (1, 8): 0.8, (2, 1): 0.4, (2, 8): 3.2})
     controller = Controller(RoundCosts({CHAIN: Grid({(1, 0): 1.0})}, drafts={"draft": grid}))
     wishes = [taught(controller, Text(0, 1000), right) for right in (8, 0)]
-    controller._owed["draft"] = controller._owed_plain["draft"] = 1.0
+    no_trials_now(controller)
     lengths = controller.choose(Party("draft", 2, 8), wishes).lengths
     assert lengths[0] >= 5 and not lengths[1]
 
@@ -168,7 +174,7 @@ def test_a_short_text_is_not_worth_reading_a_long_prompt_for() -> None:
     """Ten plain rounds to read what the draft lacks: for 8 tokens they do not come back, for 500 they do."""
     controller = Controller(costs(feeds={"draft": (10.0, 0.0)}))
     taught(controller, Text(0, 1000), right=8)
-    controller._owed["draft"] = controller._owed_plain["draft"] = 1.0
+    no_trials_now(controller)
     short, long = Text(0, 8), Text(0, 500)
     long.num_generated = 100
     assert not any(controller.choose(Party("draft", 1, 8), [Wish(short, 7, lag=200)]).lengths)  # type: ignore[arg-type]
@@ -183,7 +189,7 @@ def test_a_tree_is_weighed_by_what_its_nodes_cost_and_by_how_deep_they_reach() -
         text = Text(0, 1000)
         for _ in range(12):
             controller.learn(text, "draft", 8, depth, depth, tree=True)  # type: ignore[arg-type]
-        controller._owed["draft"] = controller._owed_plain["draft"] = 1.0
+        no_trials_now(controller)
         chosen = controller.choose(Party("draft", 1, 8, trees=True), [Wish(text, 8)]).lengths[0]  # type: ignore[arg-type]
         assert bool(chosen) is wanted
 

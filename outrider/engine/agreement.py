@@ -182,6 +182,11 @@ class Agreement:
         self._own = {view.own: _Evidence() for view in VIEWS}
         self._last: tuple[tuple[int, int], Outlook] | None = None  # stands until something is learned or forgotten
 
+    @property
+    def untried(self) -> bool:
+        """Whether nothing was guessed for it so far."""
+        return not self._own[VIEWS[0].own].weight
+
     def outlook(self, most: int) -> Outlook:
         """Say what to expect of up to `most` guesses in a chain, or places of a tree."""
         key = most, self._reputation.num_rounds

@@ -5,10 +5,10 @@ guesses all agree. All rows share one pass, as wide as its widest row. So one le
 which rows take part, to make ``sum of E_i(min(K, most_i)) / seconds(K, who takes part)`` largest; K = 0 is plain
 decoding. All estimates look at past rounds alone, so no decision depends on a token that is still to be judged.
 
-What is not tried is not known, and trying costs. A *probe* lets rows guess which would not otherwise. What it lost, by
-the clock, must first be earned again: the next one comes when that is a hundredth of the time that has passed since. So
-probes cost about a percent at worst, and where guesses turn out right they lose nothing and go on at once. In the
-same way a plain round is run now and then, where it is in doubt whether drafting pays at all.
+What is not tried is not known, and trying costs. A *probe* lets rows guess which would not otherwise; how often that
+may be is a matter of what it loses, by the clock (`outrider.engine.trials`). So probes cost about a percent at worst,
+and where guesses turn out right they lose nothing and go on at once. In the same way a plain round is run now and then,
+where it is in doubt whether drafting pays at all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from outrider.engine.agreement import Agreement, Outlook, Reputation
 from outrider.engine.cost import CHAIN, PassShape, RoundCosts
+from outrider.engine.trials import Trials
 from outrider.engine.weighing import Weighing, weighed_lengths
 
 if TYPE_CHECKING:
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Choice", "Controller", "Party", "RoundTimes", "Wish"]
 
-PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
-MOST_BLAME = 4.0  # times what a probe may lose: beyond it was something else, as a compilation or a neighbour
-REFERENCE_SHARE = 0.005  # the same by plain rounds, where drafting seems to pay
+REFERENCE_SHARE = 0.005  # of the time that may be lost by plain rounds, where drafting seems to pay
 FIRST_REFERENCE = 32  # rounds before the first of these: a short text is better used
 LOYALTY = 1.02  # what the last length is favoured by, so that the choice does not flicker
 CERTAIN = 3.0  # deviations between drafting and plain decoding beyond which no plain round is run to compare
@@ -142,11 +141,9 @@ class Controller:
         self._agreements: WeakKeyDictionary[Sequence, dict[str, Agreement]] = WeakKeyDictionary()
         self._reputations: dict[tuple[str, bool], Reputation] = {}
         self._last: dict[str, int] = {}  # by drafter, the length chosen last
-        self._owed: dict[str, float] = {}  # by drafter, seconds that probes lost and time has not earned again
-        self._foreseen: dict[str, float] = {}  # by drafter, seconds that a probe may lose, as expected or as seen
-        self._owed_plain: dict[str, float] = {}
+        self._trials: dict[str, Trials] = {}  # by drafter
+        self._owed_plain: dict[str, float] = {}  # by drafter, seconds that plain rounds lost and are to be earned again
         self._settled: dict[str, tuple[list[int], int]] = {}  # by drafter, who was not to guess, and since when
-        self._turn, self._trusted = 0, 1  # whose turn it is to be tried, and how many at once
 
     # --- before a round
 
@@ -160,6 +157,7 @@ class Controller:
         lengths = weighed_lengths(party.most, longest)
         plan = Weighing(self.costs, party, wishes, [self._outlook(party, wish) for wish in wishes], lengths)
         plain = plan.worth(0, [])
+        trials = self._trials.setdefault(party.drafter, Trials())
         self._owed_plain.setdefault(party.drafter, FIRST_REFERENCE * REFERENCE_SHARE * plan.seconds(0, []))
         best = max(
             (plan.worth(length, members) * (LOYALTY if length == self._last.get(party.drafter) else 1), length, members)
@@ -171,16 +169,15 @@ class Controller:
             worth, length, members = plain, 0, []
         self._last[party.drafter] = length
         probe = reference = False
-        if len(members) < len(wishes) and self._owed.get(party.drafter, 0.0) <= 0:
+        if len(members) < len(wishes) and trials.due:
             length, members, probe = (
                 length or plan.probe_length(),
-                plan.with_tried(members, self._turn, self._trusted),
+                plan.with_tried(members, trials.turn, trials.trusted),
                 True,
             )
             foreseen = plan.seconds(length, members) - plan.seconds(0, []) + plan.reading(members)
-            self._foreseen[party.drafter] = max(foreseen, self._foreseen.get(party.drafter, 0.0))
-            # Until it is read, so that no second one is started meanwhile.
-            self._owed[party.drafter] = max(foreseen, PROBE_SHARE)
+            untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in members)
+            trials.begin(foreseen, untried=untried)
         elif length and self._doubtful(party, length, worth / plain):
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
             length, members, reference = 0, [], True
@@ -190,7 +187,7 @@ class Controller:
     def _stands(self, party: Party, wishes: Seq[Wish]) -> bool:
         """Whether these rows were not to guess a moment ago; without guesses there is nothing new to think about."""
         rows, rounds = self._settled.get(party.drafter, ([], STANDS))
-        if rounds >= STANDS or self._owed.get(party.drafter, 0.0) <= 0 or rows != [id(one.sequence) for one in wishes]:
+        if rounds >= STANDS or self._trials[party.drafter].due or rows != [id(one.sequence) for one in wishes]:
             return False
         self._settled[party.drafter] = rows, rounds + 1
         return True
@@ -235,29 +232,23 @@ class Controller:
         """Take in what a round took."""
         shape = party.shape(times.width)
         plain = self.costs.pass_seconds(replace(shape, num_tokens=0, kind=CHAIN))
-        for owed, share in ((self._owed, PROBE_SHARE), (self._owed_plain, REFERENCE_SHARE)):
-            for name in owed:
-                owed[name] = max(0.0, owed[name] - share * (times.seconds if times.clean else plain))
+        seconds = times.seconds if times.clean else plain
+        for trials in self._trials.values():
+            trials.passed(seconds)
+        for name, owed in self._owed_plain.items():
+            self._owed_plain[name] = max(0.0, owed - REFERENCE_SHARE * seconds)
         if choice_was_probe:
             taken = times.seconds + times.feeding
             if not times.clean:
                 taken = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
                 taken += self.costs.pass_seconds(shape) + times.feeding
-            self._owed[party.drafter] = self._believed(party, taken - plain * times.tokens / party.num_rows, plain)
-            if times.tokens > party.num_rows:  # something was right: what is true of one may be of more
-                self._trusted = min(2 * self._trusted, party.num_rows)
-            else:
-                self._turn, self._trusted = self._turn + 1, 1
+            lost, right = taken - plain * times.tokens / party.num_rows, times.tokens > party.num_rows
+            trials = self._trials.setdefault(party.drafter, Trials())
+            trials.read(lost, times.feeding, plain, right=right, num_rows=party.num_rows)
         if times.clean:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
             self.costs.took_pass(shape, times.seconds - drafting)
-
-    def _believed(self, party: Party, lost: float, plain: float) -> float:
-        """Give what a probe is held to have lost: what nobody expected is believed when it comes again."""
-        most = MOST_BLAME * max(self._foreseen.get(party.drafter, 0.0), plain)
-        self._foreseen[party.drafter] = min(max(0.0, lost), most)
-        return self._foreseen[party.drafter]
 
     def _agreement(self, drafter: str, sequence: Sequence) -> Agreement:
         known = self._agreements.setdefault(sequence, {})

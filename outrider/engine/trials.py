@@ -1,0 +1,73 @@
+"""When guesses are tried that do not seem to pay: what is not tried is not known, and trying costs.
+
+What a trial lost must first be earned again: the next one comes when that is a hundredth of the time that has passed
+since. Of a text that was never tried, a second one follows where the first was wrong: one wrong guess says little, and
+what was dear is mostly that the drafter had to read the text first.
+"""
+
+from __future__ import annotations
+
+__all__ = ["PROBE_SHARE", "Trials"]
+
+PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
+MOST_BLAME = 4.0  # times what a trial may lose: beyond it was something else, as a compilation or a neighbour
+
+
+class Trials:
+    """The trials of one drafter.
+
+    Attributes:
+        turn: Whose turn it is to be tried.
+        trusted: How many are tried at once.
+    """
+
+    def __init__(self) -> None:
+        self.turn, self.trusted = 0, 1
+        self._owed = 0.0  # seconds that were lost and time has not earned again
+        self._foreseen = 0.0  # seconds that a trial may lose, as expected or as seen
+        self._spent, self._second = 0.0, False  # what a first one lost, and whether a second may follow
+
+    @property
+    def due(self) -> bool:
+        """Whether one may begin."""
+        return self._owed <= 0
+
+    def begin(self, foreseen: float, *, untried: bool = False) -> None:
+        """One begins, expected to lose so many seconds; until it is read, no other does.
+
+        `untried`: it is of a text that had none before.
+        """
+        self._second = untried
+        self._foreseen = max(foreseen, self._foreseen)
+        self._owed = max(foreseen, PROBE_SHARE)
+
+    def passed(self, seconds: float) -> None:
+        """Take in that time went by."""
+        self._owed = max(0.0, self._owed - PROBE_SHARE * seconds)
+
+    def read(self, lost: float, feeding: float, plain: float, *, right: bool, num_rows: int) -> None:
+        """Take in what one came to.
+
+        Args:
+            lost: Seconds, by what plain rounds would have taken for its tokens.
+            feeding: Of these, for what the drafter had to read first.
+            plain: Seconds of a plain round.
+            right: Whether any guess was right.
+            num_rows: Rows of the round.
+        """
+        lost = self._believed(lost, plain)
+        if right:  # what is true of one may be of more
+            self.trusted = min(2 * self.trusted, num_rows)
+        elif self._second and 2 * feeding > lost:
+            self._spent, self._owed = lost, 0.0
+            return
+        else:
+            self.turn, self.trusted = self.turn + 1, 1
+        self._owed = max(0.0, self._spent + lost)
+        self._spent = 0.0
+
+    def _believed(self, lost: float, plain: float) -> float:
+        """Give what one is held to have lost: what nobody expected is believed when it comes again."""
+        lost = min(lost, MOST_BLAME * max(self._foreseen, plain))
+        self._foreseen = max(0.0, lost)
+        return lost
