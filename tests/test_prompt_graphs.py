@@ -70,6 +70,29 @@ def test_rows_of_nobody_and_texts_too_long() -> None:
         assert not graphs.replay(tokens.repeat(2, 1), tables.repeat(2, 1))  # 8 rows of 128 are more than a pass holds
 
 
+def test_passes_over_several_texts_are_captured_when_they_come_and_one_that_fails_is_fed_as_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
+        runner, recorded = llm.engine.runner, []
+
+        def recorder(work: Any) -> Any:
+            if len(recorded) == 9:
+                raise RuntimeError("out of memory")
+            recorded.append(work)
+            return work
+
+        graphs = PromptGraphs(runner._feed, runner.device, recorder)
+        graphs.capture(LONGEST, runner.cache)
+        assert len(recorded) == 4 + 3  # lone texts of 64 to 256 tokens, and the longest pass of 2, 4 and 8
+        tokens, tables = torch.full((2, 60), 65), torch.arange(2, 2 + 2 * 8).view(2, 8)
+        assert graphs.replay(tokens, tables) and graphs.replay(tokens, tables)
+        assert graphs.replay(tokens.repeat(1, 2), tables) and len(recorded) == 9
+        assert not graphs.replay(tokens.repeat(1, 3), tables) and "out of memory" in caplog.text
+        assert not graphs.replay(tokens.repeat(1, 3), tables) and caplog.text.count("out of memory") == 1
+        assert graphs.replay(tokens[:1].repeat(1, 3), tables[:1])
+
+
 def test_a_model_that_cannot_be_captured_is_fed_as_ever(caplog: pytest.LogCaptureFixture) -> None:
     def refuses(work: Any) -> Any:
         raise RuntimeError("operation not permitted")
