@@ -86,6 +86,20 @@ def test_a_text_that_becomes_predictable_gets_guesses_within_a_few_dozen_tokens(
             assert machine is lookup or sum(at < 300 for at in text.guessed) < 30
 
 
+@pytest.mark.parametrize("rows", [4, 16])
+def test_texts_that_can_be_guessed_are_found_out_after_others_that_could_not(rows: int) -> None:
+    """Texts of 128 tokens: a first wrong guess, or a probe of texts that are over, must not cost much of the speed."""
+    gained = []
+    for seed in range(6):
+        one = card()
+        controller = Controller(one.profile(rows))
+        run(one, [Text(0.0, 128, seed=place) for place in range(2 * rows)], rows, controller)
+        texts = [[Text(0.8, 128, seed=100 + rows * seed + place) for place in range(rows)] for _ in range(3)]
+        auto = run(one, texts[0], rows, controller)
+        gained.append(auto / max(run(card(), texts[1], rows, fixed=3), run(card(), texts[2], rows, fixed=5)))
+    assert sum(gained) / len(gained) > 0.88
+
+
 def test_a_probe_that_something_else_held_up_is_not_the_last_one() -> None:
     """What a draft must read takes 2 seconds once, in place of a millisecond: a compilation, or a neighbour."""
 

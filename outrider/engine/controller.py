@@ -169,14 +169,11 @@ class Controller:
             worth, length, members = plain, 0, []
         self._last[party.drafter] = length
         probe = reference = False
-        if len(members) < len(wishes) and trials.due:
-            length, members, probe = (
-                length or plan.probe_length(),
-                plan.with_tried(members, trials.turn, trials.trusted),
-                True,
-            )
+        tried = plan.with_tried(members, trials.turn, trials.trusted)
+        untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in tried)
+        if len(members) < len(wishes) and trials.due(untried=untried):
+            length, members, probe = length or plan.probe_length(), tried, True
             foreseen = plan.seconds(length, members) - plan.seconds(0, []) + plan.reading(members)
-            untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in members)
             trials.begin(foreseen, untried=untried)
         elif length and self._doubtful(party, length, worth / plain):
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
@@ -187,7 +184,9 @@ class Controller:
     def _stands(self, party: Party, wishes: Seq[Wish]) -> bool:
         """Whether these rows were not to guess a moment ago; without guesses there is nothing new to think about."""
         rows, rounds = self._settled.get(party.drafter, ([], STANDS))
-        if rounds >= STANDS or self._trials[party.drafter].due or rows != [id(one.sequence) for one in wishes]:
+        if rounds >= STANDS or rows != [id(one.sequence) for one in wishes]:
+            return False
+        if self._trials[party.drafter].due(untried=False):
             return False
         self._settled[party.drafter] = rows, rounds + 1
         return True

@@ -1,8 +1,8 @@
 """When guesses are tried that do not seem to pay: what is not tried is not known, and trying costs.
 
 What a trial lost must first be earned again: the next one comes when that is a hundredth of the time that has passed
-since. Of a text that was never tried, a second one follows where the first was wrong: one wrong guess says little, and
-what was dear is mostly that the drafter had to read the text first.
+since. A text that was never tried waits half as long, and is tried a few times in a row, where most of what the first
+one lost was the drafter's reading: one wrong guess says little, and what was read is there for the others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 __all__ = ["PROBE_SHARE", "Trials"]
 
 PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
+UNTRIED_SHARE = 0.5  # of what was lost that may be owed still when a text is tried for the first time
+MOST_MORE = 2  # trials of a text in a row after its first
 MOST_BLAME = 4.0  # times what a trial may lose: beyond it was something else, as a compilation or a neighbour
 
 
@@ -24,22 +26,22 @@ class Trials:
     def __init__(self) -> None:
         self.turn, self.trusted = 0, 1
         self._owed = 0.0  # seconds that were lost and time has not earned again
+        self._last = 0.0  # what the last one owed when it was read
         self._foreseen = 0.0  # seconds that a trial may lose, as expected or as seen
-        self._spent, self._second = 0.0, False  # what a first one lost, and whether a second may follow
+        self._spent, self._more = 0.0, 0  # what those in a row have lost so far, and how many may follow
 
-    @property
-    def due(self) -> bool:
-        """Whether one may begin."""
-        return self._owed <= 0
+    def due(self, *, untried: bool) -> bool:
+        """Whether one may begin; `untried`: of a text that had none before, which has to wait half as long."""
+        return self._owed <= (UNTRIED_SHARE * self._last if untried else 0.0)
 
     def begin(self, foreseen: float, *, untried: bool = False) -> None:
         """One begins, expected to lose so many seconds; until it is read, no other does.
 
         `untried`: it is of a text that had none before.
         """
-        self._second = untried
+        self._more = self._more - 1 if self._more else MOST_MORE if untried else 0
         self._foreseen = max(foreseen, self._foreseen)
-        self._owed = max(foreseen, PROBE_SHARE)
+        self._owed, self._last = max(foreseen, PROBE_SHARE), 0.0
 
     def passed(self, seconds: float) -> None:
         """Take in that time went by."""
@@ -56,15 +58,16 @@ class Trials:
             num_rows: Rows of the round.
         """
         lost = self._believed(lost, plain)
+        self._spent += lost
         if right:  # what is true of one may be of more
             self.trusted = min(2 * self.trusted, num_rows)
-        elif self._second and 2 * feeding > lost:
-            self._spent, self._owed = lost, 0.0
+        if self._more and (feeding == 0 or 2 * feeding > lost):
+            self._owed = 0.0
             return
-        else:
+        if not right:
             self.turn, self.trusted = self.turn + 1, 1
-        self._owed = max(0.0, self._spent + lost)
-        self._spent = 0.0
+        self._owed = self._last = max(0.0, self._spent)
+        self._spent, self._more = 0.0, 0
 
     def _believed(self, lost: float, plain: float) -> float:
         """Give what one is held to have lost: what nobody expected is believed when it comes again."""
