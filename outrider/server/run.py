@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import signal
 import sys
@@ -18,6 +17,7 @@ from outrider.errors import OutriderError
 from outrider.server.app import make_app
 from outrider.server.binding import BACKLOG
 from outrider.server.errors import draining, engine_failed
+from outrider.server.footprint import bound_native_stores, settle
 from outrider.server.metrics import Metrics
 from outrider.server.service import Service
 from outrider.server.wire import wire_with
@@ -55,6 +55,7 @@ def serve(
         announce: Says a line to whoever started the server.
         tracing: Where spans of requests go; closed at the end.
     """
+    bound_native_stores()
     service = Service(settings, Metrics(), tracing)
     try:
         return asyncio.run(_Life(service, taken, load, announce).run())
@@ -123,9 +124,7 @@ class _Life:
             self._llm = llm = await _in_daemon(self._load)
             if self._service.draining:
                 return
-            # What is there now stays: a collection that walks over all of it stops every thread for a quarter second.
-            gc.collect()
-            gc.freeze()
+            settle()
             await self._service.start(llm, self._failed)
         except Exception as error:
             expected = isinstance(error, OutriderError | OSError)
