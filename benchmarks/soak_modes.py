@@ -35,6 +35,7 @@ def disconnects(site: Site) -> None:
 
         async def one(number: int) -> None:
             if number % 50 == 0:
+                site.record["samples"].append({"request": number, **reading(server.process.pid)})
                 site.check(number, TOKENS, await ask(server.port, site.body(number, TOKENS)), "a witness")
                 return
             cut: Cut = (draws.choice((-1, 0, *range(1, 12))), draws.choice(("fin", "rst")))
@@ -44,6 +45,7 @@ def disconnects(site: Site) -> None:
 
         async def all_of_them() -> None:
             await _warmed(site, server)
+            site.record["samples"] = []
             before = await asyncio.to_thread(reading, server.process.pid)
             known = counted(server, "requests_total", **ROUTE)
             async with Pulse(server.port) as pulse:
