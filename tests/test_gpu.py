@@ -145,7 +145,7 @@ def test_loaded_models_run_on_kernels_and_change_no_token(
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_quantised_draft_changes_speed_alone(narrow: tuple[str, str], kind: str) -> None:
     how = {"dtype": "bfloat16", "draft_quantization": kind, "draft_vocab_size": 200, "max_num_seqs": 4}
-    least = 0.05 if kind == "int4" else 0.1  # random weights feel the rounding; by chance it would be 0.005
+    least = 0.05 if kind == "int4" else 0.1  # it feels the rounding: in plain torch the same weights get 0.103
     with LLM(*narrow, **how, exact=True) as llm:
         for settings in SETTINGS:
             assert texts(llm, 5, settings) == texts(llm, "off", settings)

@@ -13,6 +13,7 @@ where it is in doubt whether drafting pays at all.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -141,7 +142,7 @@ class Controller:
         self._agreements: WeakKeyDictionary[Sequence, dict[str, Agreement]] = WeakKeyDictionary()
         self._reputations: dict[tuple[str, bool], Reputation] = {}
         self._last: dict[str, int] = {}  # by drafter, the length chosen last
-        self._trials: dict[str, Trials] = {}  # by drafter
+        self._trials: defaultdict[str, Trials] = defaultdict(Trials)  # by drafter
         self._owed_plain: dict[str, float] = {}  # by drafter, seconds that plain rounds lost and are to be earned again
         self._settled: dict[str, tuple[list[int], int]] = {}  # by drafter, who was not to guess, and since when
 
@@ -157,7 +158,6 @@ class Controller:
         lengths = weighed_lengths(party.most, longest)
         plan = Weighing(self.costs, party, wishes, [self._outlook(party, wish) for wish in wishes], lengths)
         plain = plan.worth(0, [])
-        trials = self._trials.setdefault(party.drafter, Trials())
         self._owed_plain.setdefault(party.drafter, FIRST_REFERENCE * REFERENCE_SHARE * plan.seconds(0, []))
         best = max(
             (plan.worth(length, members) * (LOYALTY if length == self._last.get(party.drafter) else 1), length, members)
@@ -169,17 +169,26 @@ class Controller:
             worth, length, members = plain, 0, []
         self._last[party.drafter] = length
         probe = reference = False
-        tried = plan.with_tried(members, trials.turn, trials.trusted)
-        untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in tried)
-        if len(members) < len(wishes) and trials.due(untried=untried):
+        if len(members) < len(wishes) and (tried := self._tried(party, plan, wishes, length, members)):
             length, members, probe = length or plan.probe_length(), tried, True
-            foreseen = plan.seconds(length, members) - plan.seconds(0, []) + plan.reading(members)
-            trials.begin(foreseen, untried=untried)
         elif length and self._doubtful(party, length, worth / plain):
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
             length, members, reference = 0, [], True
         self._settled[party.drafter] = [id(wish.sequence) for wish in wishes], STANDS if members else 0
         return Choice(self._dealt(party, wishes, length, members), probe, reference)
+
+    def _tried(
+        self, party: Party, plan: Weighing, wishes: Seq[Wish], length: int, members: list[int]
+    ) -> list[int] | None:
+        """Begin a trial, if one may: those who take part and those who are tried beside them."""
+        trials = self._trials[party.drafter]
+        tried = plan.with_tried(members, trials.turn, trials.trusted)
+        untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in tried)
+        if not trials.due(untried=untried):
+            return None
+        foreseen = plan.seconds(length or plan.probe_length(), tried) - plan.seconds(0, []) + plan.reading(tried)
+        trials.begin(foreseen, untried=untried)
+        return tried
 
     def _stands(self, party: Party, wishes: Seq[Wish]) -> bool:
         """Whether these rows were not to guess a moment ago; without guesses there is nothing new to think about."""
@@ -242,8 +251,7 @@ class Controller:
                 taken = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
                 taken += self.costs.pass_seconds(shape) + times.feeding
             lost, right = taken - plain * times.tokens / party.num_rows, times.tokens > party.num_rows
-            trials = self._trials.setdefault(party.drafter, Trials())
-            trials.read(lost, times.feeding, plain, right=right, num_rows=party.num_rows)
+            self._trials[party.drafter].read(lost, times.feeding, plain, right=right, num_rows=party.num_rows)
         if times.clean:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)

@@ -7,11 +7,12 @@ one lost was the drafter's reading: one wrong guess says little, and what was re
 
 from __future__ import annotations
 
-__all__ = ["PROBE_SHARE", "Trials"]
+__all__ = ["Trials"]
 
 PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
 UNTRIED_SHARE = 0.5  # of what was lost that may be owed still when a text is tried for the first time
 MOST_MORE = 2  # trials of a text in a row after its first
+UNREAD = 0.01  # seconds that are owed at least until a trial is read
 MOST_BLAME = 4.0  # times what a trial may lose: beyond it was something else, as a compilation or a neighbour
 
 
@@ -41,7 +42,7 @@ class Trials:
         """
         self._more = self._more - 1 if self._more else MOST_MORE if untried else 0
         self._foreseen = max(foreseen, self._foreseen)
-        self._owed, self._last = max(foreseen, PROBE_SHARE), 0.0
+        self._owed, self._last = max(foreseen, UNREAD), 0.0
 
     def passed(self, seconds: float) -> None:
         """Take in that time went by."""

@@ -91,8 +91,6 @@ class Weighing:
     def with_tried(self, members: Seq[int], turn: int, count: int) -> list[int]:
         """Add those that are to be tried: `count` rows more, and all that cost hardly more than that."""
         others = [row for row in range(len(self._wishes)) if row not in members]
-        if not others:
-            return [*members]
         begin = turn % len(others)
         tried = [*others[begin:], *others[:begin]][:count]
         least = self.seconds(self._lengths[0], tried) - self.seconds(0, []) + sum(map(self._reading, tried))
