@@ -105,11 +105,31 @@ with mock.patch.object(device_decoder, "tune", asked_for):
 print("covered")
 """
 
+NAMES = """
+import importlib
+import sys
 
-def answer_of(script: str, cache: Path) -> subprocess.CompletedProcess[str]:
+import triton
+
+from outrider.kernels.jit.compile_worker import OURS, USUAL
+
+modules = [importlib.import_module(OURS + name) for name in USUAL]
+kernels = {
+    f"{one.__module__}.{name}": one
+    for module in modules
+    for name, one in vars(module).items()
+    if isinstance(one, triton.JITFunction) and one.__module__ == module.__name__
+}
+for name in sorted(kernels, reverse=sys.argv[1] == "backwards"):
+    kernels[name] = kernels[name].cache_key
+print(*sorted(kernels.items()), sep="\\n")
+"""
+
+
+def answer_of(script: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -124,3 +144,11 @@ def test_no_kernel_is_left_to_be_compiled_when_a_cache_lags(tmp_path: Path) -> N
 def test_what_others_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     done = answer_of(SCRIPT, tmp_path)
     assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_a_kernels_name_on_disk_does_not_depend_on_which_were_used_before(tmp_path: Path) -> None:
+    """Else one process would not find what another compiled: attention was compiled twice at every first start."""
+    forwards, backwards = (answer_of(NAMES, tmp_path, way) for way in ("forwards", "backwards"))
+    assert forwards.stdout.count("\n") > 30, forwards.stderr
+    assert forwards.stdout == backwards.stdout

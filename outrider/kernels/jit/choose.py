@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.jit.device_function import device_function
 from outrider.kernels.jit.overlap import release_dependents, wait_for_inputs
 from outrider.kernels.launch import overlaps
 from outrider.sampling import random
@@ -36,14 +37,14 @@ LAST_ID = tl.constexpr(0x7FFFFFFF)
 NOT_A_NUMBER = tl.constexpr(0x7FFFFFFF)  # above infinity
 
 
-@triton.jit
+@device_function
 def _mix(bits):
     bits = (bits ^ (bits >> 30)) * FIRST
     bits = (bits ^ (bits >> 27)) * SECOND
     return bits ^ (bits >> 31)
 
 
-@triton.jit
+@device_function
 def _gumbel(key, ids):
     """`outrider.sampling.random.gumbel`: log1p by Kahan's way, since ``1 - v`` loses what a small v says."""
     bits = _mix(key + (ids.to(tl.uint64) + 1) * GAMMA) >> 32
@@ -55,7 +56,7 @@ def _gumbel(key, ids):
     return -tl.log(exponential)
 
 
-@triton.jit
+@device_function
 def _scores(values, top, temperature, key, ids):
     """Score drawn candidates; a value that is infinite needs no noise, and none may make it NaN."""
     infinite = tl.abs(values) == float("inf")
@@ -63,12 +64,12 @@ def _scores(values, top, temperature, key, ids):
     return tl.where(infinite, values, tl.div_rn(shifted, temperature) + _gumbel(key, ids))
 
 
-@triton.jit
+@device_function
 def _is_nan(x):
     return x != x  # noqa: PLR0124 - Triton has no other
 
 
-@triton.jit
+@device_function
 def _packed(score, ids):
     """Order candidates as integers: NaN first, then by score, then by id; -0 equals 0."""
     score = tl.where(score == 0.0, 0.0, score)
@@ -78,12 +79,12 @@ def _packed(score, ids):
     return (bits.to(tl.int64) << 32) | (ids ^ LAST_ID).to(tl.int64)
 
 
-@triton.jit
+@device_function
 def _numbers_maximum(values):
     return tl.max(tl.where(_is_nan(values), float("-inf"), values), 0)
 
 
-@triton.jit
+@device_function
 def _settled(
     candidates, maxima, logits, position, num_chunks, temperature, key, CHUNKS: tl.constexpr, RANDOM: tl.constexpr
 ):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from outrider.kernels.jit.device_function import device_function
 
 __all__ = ["NEVER", "settle"]
 
 NEVER = tl.constexpr(-1.0e30)  # the maximum of nothing: finite, so that no difference of two is NaN
 
 
-@triton.jit
+@device_function
 def _merge(
     mixes, stats, first, last, num_rows,
     BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
@@ -46,7 +47,7 @@ def _merge(
     return total, tl.sum(tl.reshape(mixed, (CHUNK, ROWS, BLOCK_DV)), 0)
 
 
-@triton.jit
+@device_function
 def _finish(
     out, low, num_queries, total, mixed,
     ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -59,7 +60,7 @@ def _finish(
     tl.store(out + at[:, None] * DV + dim[None, :], share.to(out.dtype.element_ty), kept)
 
 
-@triton.jit
+@device_function
 def _leave(
     mixes, stats, split, best, total, mixed, live,
     BLOCK_M: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
@@ -71,7 +72,7 @@ def _leave(
     tl.store(mixes + at[:, None] * DV + dim[None, :], mixed, live[:, None] & (dim < DV)[None, :])
 
 
-@triton.jit
+@device_function
 def settle(
     out, mixes, stats, counters, place, tile, split, first, last, num_queries, best, total, mixed, live,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -6,28 +6,29 @@ calls both functions: a chain is only safe when each link waits for the one befo
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from outrider.kernels.jit.device_function import device_function
 
 __all__ = ["ask_ahead", "ask_for", "release_dependents", "wait_for_inputs"]
 
 
-@triton.jit
+@device_function
 def wait_for_inputs(OVERLAP: tl.constexpr):
     """Block until all earlier kernels are done and what they wrote can be read."""
     if OVERLAP:
         gdc_wait()
 
 
-@triton.jit
+@device_function
 def release_dependents(OVERLAP: tl.constexpr):
     """Let the next kernel's programs start wherever there is room."""
     if OVERLAP:
         gdc_launch_dependents()
 
 
-@triton.jit
+@device_function
 def ask_for(addresses, wanted):
     """Ask L2 for the lines of these addresses where `wanted` (int32) is above 0; nothing waits for them."""
     tl.inline_asm_elementwise(
@@ -40,7 +41,7 @@ def ask_for(addresses, wanted):
     )
 
 
-@triton.jit
+@device_function
 def ask_ahead(rows, wanted, COUNT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Ask L2 for COUNT numbers (BLOCK: the next power of two) from each of these addresses; nothing waits for them."""
     if OVERLAP:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from outrider.kernels.jit.device_function import device_function
 from outrider.kernels.jit.overlap import ask_for, release_dependents, wait_for_inputs
 from outrider.kernels.jit.unpack import unpack_bytes, unpack_nibbles
 
 __all__ = ["product_kernel", "silu_mul_kernel"]
 
 
-@triton.jit
+@device_function
 def _activate(gate, ACTIVATION: tl.constexpr):
     """silu, or gelu by its tanh form, in fp32."""
     if ACTIVATION == "silu":
@@ -29,7 +30,7 @@ def _activate(gate, ACTIVATION: tl.constexpr):
     return result
 
 
-@triton.jit
+@device_function
 def _release_at(block, chosen, OVERLAP: tl.constexpr):
     """`release_dependents` when the loop comes to its chosen block: early enough to hide the next kernel's start.
 
@@ -47,7 +48,7 @@ def _release_at(block, chosen, OVERLAP: tl.constexpr):
         )
 
 
-@triton.jit
+@device_function
 def _prefetch(weight_rows, first, last, BLOCK_BYTES: tl.constexpr, BLOCKS: tl.constexpr, LINE: tl.constexpr):
     """Ask L2 for the program's first blocks, LINE bytes a request; nothing waits for them.
 
@@ -74,7 +75,7 @@ def _prefetch(weight_rows, first, last, BLOCK_BYTES: tl.constexpr, BLOCKS: tl.co
         ask_for(addresses, sizes)
 
 
-@triton.jit
+@device_function
 def _input_tile(x_rows, scale, block, alive, K, EVEN_K: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):
     """One block of inputs [BLOCK_M, BLOCK] times the norm's weight, and each row's sum of squares."""
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -88,7 +89,7 @@ def _input_tile(x_rows, scale, block, alive, K, EVEN_K: tl.constexpr, NORM: tl.c
     return tile, squares
 
 
-@triton.jit
+@device_function
 def _norm_block(norm_weight, block, K, NORM: tl.constexpr, BLOCK: tl.constexpr):
     """The norm's weight for one block of inputs. Loaded a block ahead of its use: Triton pipelines no narrow load."""
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +100,7 @@ def _norm_block(norm_weight, block, K, NORM: tl.constexpr, BLOCK: tl.constexpr):
     return scale
 
 
-@triton.jit
+@device_function
 def _weight_tile(weight_rows, block, width, EVEN_K: tl.constexpr, BLOCK: tl.constexpr):
     """One block of stored weights [BLOCK_N, BLOCK]: read once, so first to leave the cache."""
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -110,7 +111,7 @@ def _weight_tile(weight_rows, block, width, EVEN_K: tl.constexpr, BLOCK: tl.cons
     return tile
 
 
-@triton.jit
+@device_function
 def _accumulate(
     x_rows, weight_rows, norm_weight, first, last, release, alive, K,
     EVEN_K: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
@@ -134,7 +135,7 @@ def _accumulate(
     return total, squares
 
 
-@triton.jit
+@device_function
 def _accumulate_int4(
     x_rows, weight_rows, norm_weight, scales, rows, first, last, release, alive, N, K,
     EVEN_K: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, FAST: tl.constexpr,
@@ -163,7 +164,7 @@ def _accumulate_int4(
     return total, squares
 
 
-@triton.jit
+@device_function
 def _gather_parts(
     total, squares, partials, counters, alive, tile, num_tiles,
     NORM: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -190,7 +191,7 @@ def _gather_parts(
     return total, squares, is_last
 
 
-@triton.jit
+@device_function
 def _finish(
     total, squares, out, bias, residual, scales, rows, tile, eps, M, N, K, stride_residual, stride_out,
     ACTIVATION: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,

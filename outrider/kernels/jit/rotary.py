@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from outrider.kernels.attention import BLOCK_SIZE
+from outrider.kernels.jit.device_function import device_function
 from outrider.kernels.jit.overlap import release_dependents, wait_for_inputs
 from outrider.kernels.launch import overlaps
 
@@ -25,7 +26,7 @@ NUMBERS = 512  # a program: of two bytes each, that is two 16-byte loads for eve
 BLOCK = tl.constexpr(BLOCK_SIZE)
 
 
-@triton.jit
+@device_function
 def norm_weights(norm, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load a norm's weight, as `read_heads` loads heads. It never changes: the kernels before need not be done."""
     dim = tl.arange(0, BLOCK_D)
@@ -37,7 +38,7 @@ def norm_weights(norm, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.cons
     return plain, swapped
 
 
-@triton.jit
+@device_function
 def angles(cos, sin, row, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load rows of the tables, for whole heads: what does not turn gets 1 and 0. They never change, either."""
     dim = tl.zeros((row.shape[0], 1), tl.int32) + tl.arange(0, BLOCK_D)[None, :]
@@ -47,7 +48,7 @@ def angles(cos, sin, row, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr):
     return c, tl.where(dim < ROTARY // 2, -s, s)
 
 
-@triton.jit
+@device_function
 def read_heads(source, there, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the heads at these addresses, as they are and with the rotating halves swapped.
 
@@ -59,7 +60,7 @@ def read_heads(source, there, DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: 
     return plain, tl.load(swapped, mask=there[:, None] & (dim < ROTARY), other=0.0)
 
 
-@triton.jit
+@device_function
 def turned(heads, weights, angle, eps, DIM: tl.constexpr, NORM: tl.constexpr):
     """Norm and rotate what `read_heads` gave: fp32."""
     plain, swapped = heads[0].to(tl.float32), heads[1].to(tl.float32)
@@ -69,14 +70,14 @@ def turned(heads, weights, angle, eps, DIM: tl.constexpr, NORM: tl.constexpr):
     return plain * angle[0] + swapped * angle[1]
 
 
-@triton.jit
+@device_function
 def write_heads(heads, out, there, DIM: tl.constexpr):
     """Store heads at these addresses."""
     dim = tl.arange(0, heads.shape[1])[None, :]
     tl.store(out[:, None] + dim, heads.to(out.dtype.element_ty), mask=there[:, None] & (dim < DIM))
 
 
-@triton.jit
+@device_function
 def _slot(table, place, num_blocks):
     """Find where a token is stored; behind the table's end, in its last block."""
     return tl.load(table + tl.minimum(place // BLOCK, num_blocks - 1)) * BLOCK + place % BLOCK

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from outrider.kernels.attention import BLOCK_SIZE, Tiling
 from outrider.kernels.jit.attention import LOG2E, merge_shape, processors, scratch
+from outrider.kernels.jit.device_function import device_function
 from outrider.kernels.jit.merge import settle
 from outrider.kernels.jit.overlap import release_dependents, wait_for_inputs
 from outrider.kernels.jit.rotary import angles, norm_weights, read_heads, turned, write_heads
@@ -35,7 +36,7 @@ FRESH = tl.constexpr(MAX_FRESH)
 PAGE = tl.constexpr(BLOCK_SIZE)
 
 
-@triton.jit
+@device_function
 def _part(
     line, split, tile, num_places, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
@@ -54,7 +55,7 @@ def _part(
     return lowest, end, begin, tl.minimum(begin + size, end), last
 
 
-@triton.jit
+@device_function
 def _fresh_places(line, table, mine, num_queries, num_places, TREE: tl.constexpr):
     """Where the fresh tokens [FRESH] are: (position, slot, which there are, which of them may be seen).
 
@@ -74,7 +75,7 @@ def _fresh_places(line, table, mine, num_queries, num_places, TREE: tl.constexpr
     return position, slot, there, there & (place < num_places)
 
 
-@triton.jit
+@device_function
 def _first(
     keys, values, table, begin, stop, lowest, stride, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -92,14 +93,14 @@ def _first(
     return key, value, inside
 
 
-@triton.jit
+@device_function
 def _turn(norm, cos, sin, position, num_angles, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr):
     """Load what turns heads at these positions: the norm's weights and the angles."""
     row = tl.minimum(tl.maximum(position, 0), num_angles - 1)
     return norm_weights(norm, DIM, ROTARY, BLOCK_D), angles(cos, sin, row, ROTARY, BLOCK_D)
 
 
-@triton.jit
+@device_function
 def _take_fresh(
     query, key, value, keys, values, slot, stored, counts, position, key_norm, cos, sin, num_angles, eps, stride,
     query_at, ancestors, window, scale, cap, best, mixed,
@@ -125,7 +126,7 @@ def _take_fresh(
     return best, shares, mixed
 
 
-@triton.jit
+@device_function
 def _take_first(
     query, key, value, query_at, live, begin, inside, window, scale, cap, best, shares, mixed,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,

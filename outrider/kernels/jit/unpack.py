@@ -7,8 +7,9 @@ these do two weights in three or four, on pairs of 16-bit lanes.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from outrider.kernels.jit.device_function import device_function
 
 __all__ = ["unpack_bytes", "unpack_nibbles"]
 
@@ -66,7 +67,7 @@ sub.rn.bf16x2 $3, a, eight;
 }""")
 
 
-@triton.jit
+@device_function
 def unpack_bytes(stored, dtype: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr):
     """uint8 -> the signed integer ("int8") or e4m3 number ("fp8") it holds, exactly. FAST: bf16 on a card."""
     if FAST and KIND == "int8":
@@ -80,7 +81,7 @@ def unpack_bytes(stored, dtype: tl.constexpr, KIND: tl.constexpr, FAST: tl.const
     return result
 
 
-@triton.jit
+@device_function
 def unpack_nibbles(stored, dtype: tl.constexpr, FAST: tl.constexpr):
     """uint8 -> (low nibble - 8, high nibble - 8), exactly. FAST: bf16 on a card."""
     if FAST:

@@ -6,16 +6,16 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from outrider.kernels.jit.device_function import device_function
 from outrider.kernels.jit.merge import NEVER
 from outrider.kernels.jit.overlap import ask_ahead
 
 __all__ = ["absorb", "ask", "borders", "nothing", "read_places", "walk"]
 
 
-@triton.jit
+@device_function
 def borders(
     line, stride, tile, num_queries, num_places, window, fixed_length,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr,
@@ -48,7 +48,7 @@ def borders(
     return lowest, end, base, size, first, tl.maximum(first, last)
 
 
-@triton.jit
+@device_function
 def _seen(
     place, query_at, ancestors, line, stride, num_queries, window, WINDOW: tl.constexpr, TREE: tl.constexpr
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def _seen(
     return seen
 
 
-@triton.jit
+@device_function
 def _capped(scores, scale, cap, CAP: tl.constexpr):
     """Scaled, soft-capped scores in units of log 2; without a cap `scale` has the unit in it, with one it is / cap.
 
@@ -87,7 +87,7 @@ def _capped(scores, scale, cap, CAP: tl.constexpr):
     return scores
 
 
-@triton.jit
+@device_function
 def ask(
     keys, values, table, begin, stop, lowest, key_stride, value_stride,
     BLOCK_N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -102,7 +102,7 @@ def ask(
         ask_ahead(values + slot * value_stride, inside, DV, BLOCK_DV, OVERLAP)
 
 
-@triton.jit
+@device_function
 def nothing(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Begin a walk: maximum [M], weights [M, N], summed at the end, and weighted values [M, DV]."""
     best = tl.full([BLOCK_M], NEVER, tl.float32)
@@ -110,7 +110,7 @@ def nothing(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr
     return best, shares, tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
 
-@triton.jit
+@device_function
 def absorb(query, key, value, seen, best, mixed, scale, cap, CAP: tl.constexpr):
     """Attend to one more block of keys, whose hidden values are zero.
 
@@ -127,7 +127,7 @@ def absorb(query, key, value, seen, best, mixed, scale, cap, CAP: tl.constexpr):
     return new, keep, weights, mixed
 
 
-@triton.jit
+@device_function
 def read_places(pool, slot, inside, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load D numbers from each slot of a pool.
 
@@ -140,7 +140,7 @@ def read_places(pool, slot, inside, stride, D: tl.constexpr, BLOCK_D: tl.constex
     return tl.load(pool + slot[:, None] * stride + dim[None, :], mask=kept, other=0.0)
 
 
-@triton.jit
+@device_function
 def walk(
     query, keys, values, table, line, query_at, ancestors, begin, stop, lowest, end,
     key_stride, value_stride, position_stride, num_queries, window, scale, cap, best, shares, mixed,
