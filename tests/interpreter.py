@@ -1,4 +1,4 @@
-"""Triton's interpreter, with two faults of version 3.6 mended; and engines that run on it."""
+"""Triton's interpreter, with the faults of version 3.6 mended; and engines that run on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ __all__ = ["mended_interpreter", "rounds_on_kernels"]
 
 @contextmanager
 def mended_interpreter() -> Iterator[None]:
-    """It converts arrays of one number as numpy 2.4 no longer does, and multiplies the bits of bf16 numbers."""
+    """It converts arrays of one number as numpy 2.4 no longer does, and multiplies the bits of bf16 numbers.
+
+    And its products are made as a card makes them: a row's bits do not depend on where in the tile it is. numpy's
+    library promises no such thing, and on some processors (without AVX-512) it is not so.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -34,8 +38,12 @@ def mended_interpreter() -> Iterator[None]:
             return handle
         return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def multiplied(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        return dot(self, widened(a), widened(b), *others)
+    def multiplied(self: Any, a: Any, b: Any, added: Any, *others: Any) -> Any:
+        a, b = widened(a), widened(b)
+        if a.data.ndim != 2 or min(a.data.itemsize, b.data.itemsize) < 2:  # batches of tiles, and fp8
+            return dot(self, a, b, added, *others)
+        product = np.einsum("ij,jk->ik", a.data, b.data, dtype=added.data.dtype)
+        return interpreter.TensorHandle(product + added.data, added.dtype.scalar)
 
     with pytest.MonkeyPatch.context() as context:
         context.setattr(interpreter, "_patch_lang_tensor", patched)

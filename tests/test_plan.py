@@ -102,6 +102,15 @@ def test_the_bill_is_what_a_loaded_engine_takes(
     assert quantization is None or quantization in footprint.weights
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_bill_where_the_processor_has_no_weights_packed(
+    quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is with bfloat16 where there is no AVX-512: then a tied head is no copy, either."""
+    monkeypatch.setattr("outrider.model.quantize.packable", lambda _: False)
+    test_the_bill_is_what_a_loaded_engine_takes(True, "bfloat16", quantization, tmp_path)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma2", "gpt2", "sliding"])
 def test_other_structures_are_counted_too(family: str, tmp_path: Path) -> None:
     model = tiny_sliding() if family == "sliding" else tiny_family(family)

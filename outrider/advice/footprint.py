@@ -138,7 +138,8 @@ def model_footprint(
         weights = {"as stored": sum(one.num_bytes for one in source.tensors)}
     else:
         weights = _ready(model, quantization, device.type)
-    copied = _tied(model) and not stored and _replaces(model, quantization, device.type)
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    copied = _tied(model) and not stored and _becomes(model, head, quantization, device.type) is not None
     passed = _passed(model, sum(weights.values()), runner.bytes_per_slot, copied_head=copied)
     return ModelFootprint(source.name, runner, context, loaded.vocab_size, weights, passed, notes)
 
@@ -197,19 +198,18 @@ def _rows_of_head(model: Any) -> int:
 
 def _ready(model: Any, quantization: str | None, device: str) -> dict[str, int]:
     """Bytes by kind of number, after layers were fused, packed and quantised as the engine does."""
-    dtype, head = _title(model.dtype), model.get_output_embeddings()
+    dtype = _title(model.dtype)
     kinds: Counter[str] = Counter()
     for parameter in _once(model.parameters()):
         kinds[_title(parameter.dtype)] += parameter.nbytes
-    replaced = _once(linear for _, _, linear in linears_of(model)) if _replaces(model, quantization, device) else []
-    for linear in replaced:
-        kind = None if device == "cpu" and linear is head else quantization  # there the head is packed, not quantised
-        if not _looked_up(model, linear):
+    for linear in _once(linear for _, _, linear in linears_of(model)):
+        kind = _becomes(model, linear, quantization, device)
+        if kind is not None and not _looked_up(model, linear):
             kinds[dtype] -= linear.weight.nbytes
-        outputs, inputs = linear.weight.shape
-        if kind is None or (device == "cpu" and quantize.unfit(outputs, inputs, kind)):
+        if kind == dtype:
             kinds[dtype] += linear.weight.nbytes
-        else:
+        elif kind is not None:
+            outputs, inputs = linear.weight.shape
             kinds[kind] += _MAKERS[device].quantised_bytes(outputs, inputs, kind, model.dtype)
     norms = [one for one in model.modules() if type(one).__name__.endswith("RMSNorm") and hasattr(one, "weight")]
     kinds[dtype] += sum(one.weight.nbytes * (_NORM_COPIES - 1) for one in norms)
@@ -218,9 +218,17 @@ def _ready(model: Any, quantization: str | None, device: str) -> dict[str, int]:
     return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes}
 
 
-def _replaces(model: Any, quantization: str | None, device: str) -> bool:
-    """Whether something else takes the place of linear layers: on a CPU packed ones, anywhere quantised ones."""
-    return quantization is not None or (device == "cpu" and quantize.packable(model.dtype))
+def _becomes(model: Any, linear: Any, quantization: str | None, device: str) -> str | None:
+    """The kind of number of what takes a linear layer's place; None where it stays.
+
+    On a CPU the head, and what does not fit, is packed and not quantised, where the processor can have it packed.
+    """
+    on_cpu, (outputs, inputs) = device == "cpu", linear.weight.shape
+    if quantization is not None:
+        fits = linear is not model.get_output_embeddings() and not quantize.unfit(outputs, inputs, quantization)
+        if fits or not on_cpu:
+            return quantization
+    return _title(model.dtype) if on_cpu and quantize.packable(model.dtype) else None
 
 
 def _looked_up(model: Any, linear: Any) -> bool:
