@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from outrider.kernels.products import Product, tune
 from outrider.kernels.rotary import rotate_and_store
 from outrider.kernels.rotate_attend import MAX_FRESH, rotate_and_attend
+from outrider.kernels.tiles import ROW_BUCKETS
 from outrider.kernels.tuning import compile_ahead
 from outrider.model.attention import Probe
 from outrider.model.decoder import MODEL_ROUNDINGS, PROBE_TOKENS, within
 from outrider.model.fuse import GatedMLP, RMSNorm
-from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache
+from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, KVCache, blocks_for
 from outrider.model.packing import is_plain_linear
 from outrider.model.paged import PagedStep
 
@@ -37,6 +38,7 @@ __all__ = ["DeviceDecoder", "device_decoder_for"]
 
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh"}
 _ANGLES_AT_A_TIME = 8192
+_PROMPT = ROW_BUCKETS[-1] + 1  # tokens that are more than any kernel for products takes
 
 
 class _Layer:
@@ -207,18 +209,22 @@ def device_decoder_for(
         return None
     made = DeviceDecoder(model, layers, context_length, quantization)
     if quantization is not None or _same_logits(
-        made, decoder, model, layers
+        made, decoder, model, layers, context_length
     ):  # a rounded draft is judged by its guesses
         return made
     return None
 
 
-def _same_logits(made: DeviceDecoder, decoder: Decoder, model: Any, layers: Sequence[LayerShape]) -> bool:
-    """Whether a few tokens, over a cache of one block, get the logits that the plain modules give them."""
-    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] + 1
-    cache = KVCache(list(layers), RESERVED + 1, model.dtype, model.device)
-    tables = torch.full((1, 1), RESERVED, device=model.device)
+def _same_logits(
+    made: DeviceDecoder, decoder: Decoder, model: Any, layers: Sequence[LayerShape], context_length: int
+) -> bool:
+    """Whether a few tokens get the logits that the plain modules give them; a prompt's kernels are compiled along."""
+    places = torch.arange(_PROMPT, device=model.device)[None]
+    cache = KVCache(list(layers), RESERVED + blocks_for(_PROMPT), model.dtype, model.device)
+    tables = torch.arange(RESERVED, cache.num_blocks, device=model.device)[None]
+    tokens = places[:, :PROBE_TOKENS] + 1
     step = PagedStep(cache, tokens - 1, tables, BLOCK_SIZE)
     products = [(product, PROBE_TOKENS, residual, ()) for product, residual in made.products]
-    compile_ahead(model.device, [partial(made, tokens, step)], products)
+    prompt = PagedStep(cache, places.clamp(max=context_length - 1), tables, _PROMPT)  # compiled now, soon needed
+    compile_ahead(model.device, [partial(made, tokens, step), partial(made.hidden, places * 0, prompt)], products)
     return within(decoder(tokens, tokens - 1, Probe()).float(), made(tokens, step), MODEL_ROUNDINGS, model.dtype)
