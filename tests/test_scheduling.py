@@ -161,22 +161,6 @@ def test_an_important_prompt_is_fed_before_a_shorter_one() -> None:
         assert order_of_ends(llm, {"f": first, "s": short, "l": long}) == "lsf"
 
 
-@pytest.mark.parametrize(("others", "on_card", "most"), [(6, True, 256), (2, True, 64), (6, False, 64)])
-def test_a_crowd_of_prompts_is_read_at_once_but_a_few_hold_nobody_up(others: int, on_card: bool, most: int) -> None:
-    """On a card, where prompts share a pass. A whole chunk is 256 tokens; three texts decode meanwhile."""
-    with engine(prefill_chunk_size=256, max_num_seqs=9, enable_prefix_caching=False) as llm:
-        llm.engine._prompts._together = on_card
-        for place in range(3):
-            submit(llm, LONG[place : place + 3], 40)
-        while any(one.uncached for one in llm.engine.scheduler.running) or not llm.engine.scheduler.running:
-            llm.engine.step()
-        made = [submit(llm, LONG[40 * place : 40 * place + 60], 9) for place in range(others)]
-        llm.engine.step()
-        assert most / 2 < sum(min(one.cached, one.prompt_length) for one in made) <= most
-        while llm.engine.busy:
-            llm.engine.step()
-
-
 def test_prompts_that_take_turns_are_computed_in_the_same_shapes_in_exact_mode() -> None:
     def texts(together: bool) -> list[tuple[list[int], list[float]]]:
         with engine(exact=True, max_num_seqs=3, max_model_len=448, prefill_chunk_size=32) as llm:

@@ -33,11 +33,9 @@ class PromptFeeder:
 
     A quarter of a chunk is read at a time while others decode: they wait for it, and a smaller pass costs little more.
 
-    On a card, short prompts that arrive together share a pass: it costs as much as one of them alone. There, whole
-    chunks are read as long as more texts wait for their prompt than decode: a burst of 64 would otherwise be read two
-    prompts at a time, with a round of few rows after each pass. Of those that begin alike one is fed first, and the
-    others take over what it has computed. In exact mode each is fed by itself, in chunks whose borders depend on the
-    prompt alone.
+    On a card, short prompts that arrive together share a pass: it costs as much as one of them alone. Of those that
+    begin alike one is fed first, and the others take over what it has computed. In exact mode
+    each is fed by itself, in chunks whose borders depend on the prompt alone.
     """
 
     def __init__(self, runner: Runner, state: DeviceState, config: EngineConfig, scheduler: Scheduler) -> None:
@@ -50,10 +48,10 @@ class PromptFeeder:
 
     def feed(self, running: list[Sequence]) -> None:
         """Feed one step's worth of what the target's cache lacks: less where somebody waits for the round after it."""
+        waited_for = any(sequence.uncached == 0 for sequence in running)
+        self._size = self._shorter if waited_for else self._longest
+        budget = self._size
         lacking = self._in_turn([sequence for sequence in running if sequence.uncached > 0])
-        decoding = len(running) - len(lacking)
-        crowd = self._together and len(lacking) > decoding
-        self._size = budget = self._shorter if decoding and not crowd else self._longest
         if self._together:
             budget -= self._feed_together(self._fresh(lacking), budget)
             for sequence in lacking:
