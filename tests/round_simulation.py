@@ -50,7 +50,7 @@ class Machine:
         plain: Seconds of a plain round by rows.
         wide: More for each guess that is verified, by rows.
         draft: Seconds a guess; 0 rows share it all the same.
-        call: Seconds until a draft has read what it lacks.
+        call, token: Seconds until a draft has read what it lacks: of a call, and of each token.
         inside: Whether drafting is part of the pass.
         makes: Chance that there is any guess.
         noise: Deviation of the logarithm of each round's time.
@@ -60,6 +60,7 @@ class Machine:
     wide: Callable[[int], float] = lambda rows: 0.02
     draft: float = 0.15
     call: float = 0.0
+    token: float = 0.0
     inside: bool = False
     makes: float = 1.0
     noise: float = 0.0
@@ -78,8 +79,9 @@ class Machine:
             whole = {key: seconds + drafts[key] for key, seconds in passes.items() if key[1]}
             plain = {key: seconds for key, seconds in passes.items() if not key[1]}
             grids = {CHAIN: Grid(plain, stepped=True), "draft": Grid(whole, stepped=True)}
-            return RoundCosts(grids, feeds={"draft": (self.call, 0.0)})
-        return RoundCosts({CHAIN: Grid(passes)}, drafts={"draft": Grid(drafts)}, feeds={"draft": (self.call, 0.0)})
+            return RoundCosts(grids, feeds={"draft": (self.call, self.token)})
+        feeds = {"draft": (self.call, self.token)}
+        return RoundCosts({CHAIN: Grid(passes)}, drafts={"draft": Grid(drafts)}, feeds=feeds)
 
     def round(self, rows: list[Text], wanted: list[int]) -> tuple[list[tuple[int, int]], float, float, int]:
         """Play one: (guesses made, accepted) of each row, seconds of drafting and of the pass, and its width."""
@@ -127,8 +129,8 @@ def run(
                 wanted[place] = length
         else:
             wanted = [min(fixed or 0, most) for most in mosts]
-        lagging = sum(length > 0 and lag > 2 for length, lag in zip(wanted, lags, strict=True))
-        feeding = machine.call * (min(lagging, 1) if machine.inside else lagging)
+        fed = tuple(lag for length, lag in zip(wanted, lags, strict=True) if length > 0 and lag > 2)
+        feeding = machine.call * (min(len(fed), 1) if machine.inside else len(fed)) + machine.token * sum(fed)
         outcome, drafting, passing, width = machine.round(running, wanted)
         seconds += drafting + passing + feeding
         given = 0
@@ -143,7 +145,11 @@ def run(
         tokens += given
         if controller is not None:
             asked = sum(length > 0 for length in wanted)
-            times = RoundTimes(drafting + passing, drafting, feeding, width, max(wanted), asked, given)
+            whole, apart = drafting + passing, not machine.inside
+            if not apart:  # it runs on the card, and the host does not wait for it
+                whole, feeding = whole + feeding, 0.0
+            asked_for = width, max(wanted), asked, given
+            times = RoundTimes(whole, drafting, feeding, *asked_for, fed=fed, apart=apart)
             controller.took(party, probe, times)
         running = [one for one in running if one.num_generated < one.limit]
     return tokens / seconds

@@ -110,14 +110,16 @@ class RoundTimes:
     """What a round took, by the host's clock.
 
     Attributes:
-        seconds: In all, but for what drafters read before it.
+        seconds: In all, but for what drafters read before it, where that was timed apart.
         drafting: Of these, for guesses made outside of the pass.
-        feeding: For what drafters read before it.
+        feeding: For what drafters read before it. On a card, where the host runs ahead, that is the time to ask for it.
         width: Guesses that the pass was as wide as.
         asked: Guesses that the drafter was asked for, and for how many rows.
         rows_asked: See `asked`.
         tokens: Tokens that it gave, all rows together.
         clean: Whether nothing else was done in that time.
+        fed: Tokens that drafters read before it, of each row that lacked some.
+        apart: Whether that was timed apart.
     """
 
     seconds: float
@@ -128,6 +130,8 @@ class RoundTimes:
     rows_asked: int
     tokens: int
     clean: bool = True
+    fed: tuple[int, ...] = ()
+    apart: bool = True
 
 
 class Controller:
@@ -240,19 +244,23 @@ class Controller:
         """Take in what a round took."""
         shape = party.shape(times.width)
         plain = self.costs.pass_seconds(replace(shape, num_tokens=0, kind=CHAIN))
-        seconds = times.seconds if times.clean else plain
+        expected = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
+        expected += self.costs.pass_seconds(shape)
+        alone = times.apart or not times.fed
+        feeding = times.feeding if alone or not times.clean else max(0.0, times.seconds - expected)
+        seconds = (times.seconds if alone else expected) if times.clean else plain
         for trials in self._trials.values():
             trials.passed(seconds)
         for name, owed in self._owed_plain.items():
             self._owed_plain[name] = max(0.0, owed - REFERENCE_SHARE * seconds)
         if choice_was_probe:
-            taken = times.seconds + times.feeding
-            if not times.clean:
-                taken = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
-                taken += self.costs.pass_seconds(shape) + times.feeding
+            taken = (seconds if times.clean else expected) + feeding
             lost, right = taken - plain * times.tokens / party.num_rows, times.tokens > party.num_rows
-            self._trials[party.drafter].read(lost, times.feeding, plain, right=right, num_rows=party.num_rows)
-        if times.clean:
+            self._trials[party.drafter].read(lost, feeding, plain, right=right, num_rows=party.num_rows)
+        if times.clean and times.fed:
+            calls = 1 if party.inside else len(times.fed)
+            self.costs.took_feed(party.drafter, sum(times.fed), calls, feeding)
+        if times.clean and alone:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
             self.costs.took_pass(shape, times.seconds - drafting)

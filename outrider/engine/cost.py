@@ -173,10 +173,10 @@ class RoundCosts:
         keys = _draft_keys(drafter, num_rows, num_tokens, drawn)
         return self._at("drafts", drafter, num_rows, num_tokens) * self._corrections.factor(keys)
 
-    def feed_seconds(self, drafter: str, num_tokens: int) -> float:
-        """Seconds until a drafter has read `num_tokens` tokens that its cache lacks."""
+    def feed_seconds(self, drafter: str, num_tokens: int, calls: float = 1) -> float:
+        """Seconds until a drafter has read `num_tokens` tokens that its cache lacks, in so many calls."""
         call, token = self.feeds.get(drafter, (0.0, 0.0))
-        return call + token * num_tokens if num_tokens else 0.0
+        return calls * call + token * num_tokens if num_tokens else 0.0
 
     def doubt(self, shape: PassShape) -> float:
         """Give the standard deviation of a pass's prediction, as a share of it."""
@@ -206,9 +206,9 @@ class RoundCosts:
         if profiled > 0:
             self._corrections.learn(_draft_keys(drafter, num_rows, num_tokens, drawn), seconds / profiled)
 
-    def took_feed(self, drafter: str, num_tokens: int, seconds: float) -> None:
+    def took_feed(self, drafter: str, num_tokens: int, calls: int, seconds: float) -> None:
         """Learn what it took to read tokens that were lacking."""
-        expected = self.feed_seconds(drafter, num_tokens)
+        expected = self.feed_seconds(drafter, num_tokens, calls)
         if expected > 0:
             change = 1 + FEED_RATE * (min(seconds / expected, 1 / FEED_RATE) - 1)
             call, token = self.feeds[drafter]

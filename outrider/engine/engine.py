@@ -78,7 +78,7 @@ class Engine:
             self._lookahead = lookahead = most
         self._depth = int(runner.device.type == "cuda") if depth is None else depth
         self._flights: deque[Flight] = deque()
-        self._clock = RoundClock()
+        self._clock = RoundClock(apart=self._depth == 0)
         sizes = config.max_num_seqs, config.max_model_len, lookahead
         self.state = DeviceState(*sizes, runner.device, runner.features)
         self.speculator = Speculator(
@@ -212,8 +212,7 @@ class Engine:
         for sequence, length in zip(ready, wanted, strict=True):
             sequence.ahead += length + 1
         self.figures.rounds += 1
-        clean = alone and (self._depth == 0 or not decision.feeding)
-        return replace(flight, began=began + decision.feeding, clean=clean)
+        return replace(flight, began=began + decision.feeding, clean=alone)
 
     def _replay(self, ready: list[Sequence], decision: Decision) -> Flight | None:
         """Start a captured round; None where there is none for this."""

@@ -57,12 +57,14 @@ class Decision:
         party: Who drafts, and in what round, as costs go by.
         probe: Whether any of it is for the sake of knowledge alone.
         feeding: Seconds that drafters took to read what they lacked.
+        fed: Tokens that they read, of each row that lacked some.
     """
 
     wanted: list[int]
     party: Party
     probe: bool
     feeding: float
+    fed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Flight:
         readback: Its results.
         decision: What was decided for it.
         began: When it was started.
-        clean: Whether nothing was started with it, such as a prompt.
+        clean: Whether nothing was started with it, such as a prompt; but for what drafters lacked.
         own: How many of each row's first guesses are its drafter's own; None: all.
         drafting: Seconds that guesses took which were made outside of the pass.
     """

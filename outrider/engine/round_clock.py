@@ -19,10 +19,14 @@ class RoundClock:
     """Times rounds from read to read.
 
     Where a round was started before the last one was read, its time runs from that reading on: until then the device
-    was busy with the other. Otherwise it runs from its own start.
+    was busy with the other, and what drafters read before it is part of it. Otherwise it runs from its own start.
+
+    Args:
+        apart: Whether the host waits for what drafters read before a round, which is then timed by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool) -> None:
+        self._apart = apart
         self._read_at = self._left_at = self._entered_at = 0.0
 
     def enter(self) -> None:
@@ -50,4 +54,6 @@ class RoundClock:
             rows_asked=sum(length > 0 for length in flight.wanted),
             tokens=sum(row[-3] + 1 for row in packed[: len(flight.sequences)]),
             clean=flight.clean and lone and away <= MOST_AWAY * seconds,
+            fed=flight.decision.fed,
+            apart=self._apart,
         )

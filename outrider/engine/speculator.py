@@ -116,10 +116,8 @@ class Speculator:
             wanted = [0 if one in failed else length for one, length in zip(ready, wanted, strict=True)]
         party = self._party(self.lone_drafter(ready, wanted) or self.drafter, ready)
         feeding = time.perf_counter() - began if lagging else 0.0
-        fed = [count for rows in lagging.values() for _, count in rows]
-        if self._controller is not None and len(fed) == 1:
-            self._controller.costs.took_feed(party.drafter, fed[0], feeding)
-        return Decision(wanted, party, probe, feeding)
+        fed = tuple(count for rows in lagging.values() for _, count in rows)
+        return Decision(wanted, party, probe, feeding, fed)
 
     def _lag(self, sequence: Sequence, most: int) -> int:
         """Count what a row's drafter must read before it can guess for it."""

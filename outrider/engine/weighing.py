@@ -32,9 +32,9 @@ class Weighing:
     ) -> None:
         self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
         self._lengths = lengths
-        # What is to be read first is spread over all that the row is still to say. On a card rows are read together.
-        together = max(1, sum(wish.lag > 0 for wish in wishes) if party.inside else 1)
-        self._lags = [costs.feed_seconds(party.drafter, wish.lag) / wish.left / together for wish in wishes]
+        # What is to be read first is spread over all that the row is still to say. On a card rows are read in one call.
+        calls = 1 / max(1, sum(wish.lag > 0 for wish in wishes)) if party.inside else 1
+        self._lags = [costs.feed_seconds(party.drafter, wish.lag, calls) / wish.left for wish in wishes]
         self._passes: dict[int, float] = {}  # by guesses: asked for again and again
 
     def memberships(self, length: int) -> list[list[int]]:
@@ -99,11 +99,11 @@ class Weighing:
 
     def reading(self, members: Seq[int]) -> float:
         """Seconds until the drafters of these rows have read what they lack."""
-        each = [self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag) for row in members]
-        return max(each, default=0.0) if self._party.inside else sum(each)
+        lags = [lag for row in members if (lag := self._wishes[row].lag)]
+        return self._costs.feed_seconds(self._party.drafter, sum(lags), 1 if self._party.inside else len(lags))
 
     def _reading(self, row: int) -> float:
-        """Seconds until a row's drafter has read what it lacks; on a card all rows' are read together."""
+        """Seconds until a row's drafter has read what it lacks; on a card all rows are read, and tried, together."""
         return 0.0 if self._party.inside else self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag)
 
     def _gain(self, row: int, length: int) -> float:
