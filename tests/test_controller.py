@@ -67,6 +67,24 @@ def test_texts_of_all_kinds_together_are_faster_than_by_any_fixed_length() -> No
         assert min(compared(machine, texts("mixed", 128, 30), 1).values()) > 1.08
 
 
+@pytest.mark.parametrize(("rows", "kinds", "least"), [(4, (0.0, 0.6, 0.95), 0.98), (16, AGREEMENTS, 0.97)])
+def test_texts_that_are_hard_to_guess_are_not_left_behind_by_the_others(
+    rows: int, kinds: tuple[float, ...], least: float
+) -> None:
+    """Three times as many as run together, then nobody: with all tokens counted alike these were 0.94 and 0.95."""
+    gained = []
+    for seed in range(6):
+
+        def made(seed: int = seed) -> list[Text]:
+            return [Text(kinds[place % len(kinds)], 128, seed=100 * seed + place) for place in range(3 * rows)]
+
+        controller = Controller(card().profile(rows))
+        run(card(), made(), rows, controller)
+        auto = run(card(), made(), rows, controller)
+        gained.append(auto / max(run(card(), made(), rows, fixed=length) for length in (0, 1, 2, 3, 5)))
+    assert sum(gained) / len(gained) > least
+
+
 def test_drafting_that_never_helps_costs_a_percent() -> None:
     for machine in (card, cpu, lookup):
         assert run(machine(), texts(0.0, 512, 8)(), 1, Controller(machine().profile(1))) > 0.98 * run(

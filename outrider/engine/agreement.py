@@ -21,6 +21,7 @@ FIRST_CHANCE, FIRST_WEIGHT = 0.7, 2.0  # of a drafter of which nothing was seen 
 LEANING_WEIGHT = 8.0  # rounds that the place before counts for, in the estimate of a place after the first
 FAST, SLOW = 0.95, 0.995  # weight that the past of all sequences keeps with each row's guesses
 LOSS_MEMORY = 0.98  # the same in how well views foretold
+PACE_RATE, USUAL_RATE = 0.1, 0.02  # weight of the newest round in a text's pace, and in that of all texts
 REST_MEMORY, REST_WEIGHT = 0.98, 4.0  # with each round without; no further down than to so much evidence
 SURE = 0.995
 LARGEST_UNIT = 1e9
@@ -131,6 +132,7 @@ class Reputation:
 
     def __init__(self) -> None:
         self.num_rounds = 0  # that were taken in
+        self.pace = 1.0  # of texts lately, see `Agreement`
         self._seen = {memory: _Evidence(FIRST_CHANCE, FIRST_WEIGHT) for memory in (FAST, SLOW)}
         self._depths: dict[int, int] = {}  # of trees: nodes asked for -> places reached
         self._losses = [0.0] * len(VIEWS)
@@ -175,12 +177,17 @@ class Reputation:
 
 
 class Agreement:
-    """One sequence's agreement with its drafter."""
+    """One sequence's agreement with its drafter.
+
+    Attributes:
+        pace: Tokens a round that it comes to as things go, resting or not.
+    """
 
     def __init__(self, reputation: Reputation) -> None:
         self._reputation = reputation
         self._own = {view.own: _Evidence() for view in VIEWS}
         self._last: tuple[tuple[int, int], Outlook] | None = None  # stands until something is learned or forgotten
+        self.pace = reputation.pace
 
     @property
     def untried(self) -> bool:
@@ -223,6 +230,11 @@ class Agreement:
         for memory, own in self._own.items():
             own.fade(memory)
             own.add(asked, drafted, accepted)
+
+    def goes_on(self, tokens: float) -> None:
+        """Take in how many tokens a round is expected to give."""
+        self.pace += PACE_RATE * (tokens - self.pace)
+        self._reputation.pace += USUAL_RATE * (tokens - self._reputation.pace)
 
     def rest(self) -> None:
         """Take in a round without guesses: what was seen before says a little less of what comes."""

@@ -2,8 +2,12 @@
 
 Row i's chain of k guesses gives ``E_i(k) = 1 + a_1 + ... + a_k`` tokens a round, a_j the chance that its first j
 guesses all agree. All rows share one pass, as wide as its widest row. So one length K is chosen for all of them, and
-which rows take part, to make ``sum of E_i(min(K, most_i)) / seconds(K, who takes part)`` largest; K = 0 is plain
+which rows take part, to make ``sum of w_i E_i(min(K, most_i)) / seconds(K, who takes part)`` largest; K = 0 is plain
 decoding. All estimates look at past rounds alone, so no decision depends on a token that is still to be judged.
+
+The weight w_i is what share of a round a token of row i takes as things go. With tokens counted alike, texts that are
+easy to guess would be hurried by rounds that are long for all, and those that are hard would be left, alone and late: a
+token that comes cheaply at any time is worth less than one that takes a round.
 
 What is not tried is not known, and trying costs. A *probe* lets rows guess which would not otherwise; how often that
 may be is a matter of what it loses, by the clock (`outrider.engine.trials`). So probes cost about a percent at worst,
@@ -160,7 +164,9 @@ class Controller:
         if self._stands(party, wishes):
             return Choice(self._dealt(party, wishes, 0, []))
         lengths = weighed_lengths(party.most, longest)
-        plan = Weighing(self.costs, party, wishes, [self._outlook(party, wish) for wish in wishes], lengths)
+        outlooks = [self._outlook(party, wish) for wish in wishes]
+        paces = [self._agreement(party.drafter, wish.sequence).pace for wish in wishes]
+        plan = Weighing(self.costs, party, wishes, outlooks, paces, lengths)
         plain = plan.worth(0, [])
         self._owed_plain.setdefault(party.drafter, FIRST_REFERENCE * REFERENCE_SHARE * plan.seconds(0, []))
         best = max(
@@ -210,8 +216,10 @@ class Controller:
         for place in members:
             chosen[place] = min(length, wishes[place].most)
         for wish, own in zip(wishes, chosen, strict=True):
+            agreement = self._agreement(party.drafter, wish.sequence)
+            agreement.goes_on(1 + (self._outlook(party, wish).gain[own] if own else 0.0))
             if not own:
-                self._agreement(party.drafter, wish.sequence).rest()
+                agreement.rest()
         return chosen
 
     def _doubtful(self, party: Party, length: int, ratio: float) -> bool:

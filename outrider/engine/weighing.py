@@ -28,10 +28,18 @@ class Weighing:
     """Weighs one round's possibilities."""
 
     def __init__(
-        self, costs: RoundCosts, party: Party, wishes: Seq[Wish], outlooks: Seq[Outlook], lengths: list[int]
+        self,
+        costs: RoundCosts,
+        party: Party,
+        wishes: Seq[Wish],
+        outlooks: Seq[Outlook],
+        paces: Seq[float],
+        lengths: list[int],
     ) -> None:
         self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
         self._lengths = lengths
+        shares = [1 / pace for pace in paces]  # of a round, that a row's token takes
+        self._weights = [one * len(shares) / sum(shares) for one in shares]
         # What is to be read first is spread over all that the row is still to say. On a card rows are read in one call.
         calls = 1 / max(1, sum(wish.lag > 0 for wish in wishes)) if party.inside else 1
         self._lags = [costs.feed_seconds(party.drafter, wish.lag, calls) / wish.left for wish in wishes]
@@ -41,7 +49,7 @@ class Weighing:
         """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
         if self._party.inside:
             return [list(range(len(self._wishes)))]
-        order = sorted(range(len(self._wishes)), key=lambda row: -self._gain(row, length))
+        order = sorted(range(len(self._wishes)), key=lambda row: -self._weights[row] * self._gain(row, length))
         counts, count = {len(order)}, len(order)
         while count > 1:
             count = (count + 1) // 2
@@ -49,11 +57,11 @@ class Weighing:
         return [order[:count] for count in sorted(counts)]
 
     def worth(self, length: int, members: Seq[int]) -> float:
-        """Tokens a second."""
+        """Tokens a second, weighed by what they take as things go."""
         tokens, reading = float(self._party.num_rows), 0.0
         for row in members:
             gain = self._gain(row, length)
-            tokens += gain
+            tokens += self._weights[row] * gain
             reading += self._lags[row] * (1 + gain)
         return tokens / (self.seconds(length, members) + reading)
 
