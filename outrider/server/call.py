@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -44,6 +43,7 @@ class Call:
         self._waiting: deque[tuple[int, StreamChunk]] = deque()
         self._news = asyncio.Event()
         self._error: ApiError | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._unread = 0
         self._bounded = False
         self._closed = False
@@ -84,8 +84,7 @@ class Call:
             ApiError: It was refused, failed, or took too long.
         """
         seconds = self._service.settings.deadline_seconds if seconds is None else seconds
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + seconds
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, expired(seconds))
         open_texts = sum(len(job.sequences) for job in self.jobs)
         while open_texts:
             while self._waiting:
@@ -97,13 +96,8 @@ class Call:
                 return
             if self._error is not None:
                 raise self._error
-            if clock() > deadline:
-                self.fail(expired(seconds))
-                continue
             self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await self._news.wait()
+            await self._news.wait()
 
     def fail(self, error: ApiError) -> None:
         """End it with an error, after what it was given already."""
@@ -116,6 +110,8 @@ class Call:
         if self._closed:
             return
         self._closed = True
+        if self._deadline is not None:
+            self._deadline.cancel()
         for place, job in enumerate(self.jobs):
             if not job.done:
                 self._worker.abort(job)

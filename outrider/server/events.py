@@ -25,6 +25,7 @@ T = TypeVar("T")
 logger = logging.getLogger("outrider")
 PING_SECONDS = 15.0  # between comments on a quiet stream, so that proxies do not take it for dead
 PING = b": ping\n\n"
+LOOKS = 4  # at a stream, in the time after which something is to be done
 
 
 class EventStream(Response):
@@ -53,43 +54,60 @@ class EventStream(Response):
         super().__init__(headers={**(headers or {}), **quiet})
         del self.headers["content-length"]
         self._call, self._events, self._stall, self._done = call, events, stall_seconds, done
+        self._writes_since: float | None = None  # when a write began that has not ended
+        self._wrote_at = 0.0
         call.bound()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send events until there are no more, or nobody who reads them."""
         gone = asyncio.ensure_future(_disconnect(receive))
         sending = asyncio.ensure_future(self._send_all(send))
+        watching = asyncio.ensure_future(self._watch(send, sending))
         try:
             await asyncio.wait((gone, sending), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (gone, sending):
+            for task in (gone, sending, watching):
                 task.cancel()
             self._call.close()
             with suppress(asyncio.CancelledError, OSError):
                 await sending
 
     async def _send_all(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+
         async def write(body: bytes, *, more: bool = True) -> None:
-            async with asyncio.timeout(self._stall):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
+            self._writes_since = clock()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            self._writes_since, self._wrote_at = None, clock()
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         last = self._done
         try:
-            async for name, event in _with_pings(self._events):
-                await write(PING if event is None else framed(name, event))
+            async for name, event in self._events:
+                await write(framed(name, event))
         except ApiError as error:
             last = framed("error", error.body) + self._done
-        except TimeoutError:
-            logger.info("a stream was left unread and is ended")
-            self._call.fail(ApiError(408, "slow_reader", "the stream was not read in time"))
-            raise asyncio.CancelledError from None
         except Exception:
             logger.exception("a stream failed")
             failed = ApiError(500, "internal_error", "the stream failed")
             self._call.fail(failed)
             last = framed("error", failed.body) + self._done
         await write(last, more=False)
+
+    async def _watch(self, send: Send, sending: asyncio.Task[None]) -> None:
+        """Keep a quiet stream alive, and end one that is left unread; no event pays for a timer of its own."""
+        clock = asyncio.get_running_loop().time
+        self._wrote_at = clock()
+        while True:
+            await asyncio.sleep(min(PING_SECONDS, self._stall) / LOOKS)
+            if self._writes_since is not None and clock() - self._writes_since >= self._stall:
+                logger.info("a stream was left unread and is ended")
+                self._call.fail(ApiError(408, "slow_reader", "the stream was not read in time"))
+                sending.cancel()
+                return
+            if self._writes_since is None and clock() - self._wrote_at >= PING_SECONDS:
+                self._wrote_at = clock()
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
 
 
 def framed(name: str | None, event: dict[str, Any]) -> bytes:
@@ -120,26 +138,3 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _with_pings(
-    events: AsyncIterator[tuple[str | None, dict[str, Any]]],
-) -> AsyncIterator[tuple[str | None, dict[str, Any] | None]]:
-    """Give events as they come, and None where none came for a while."""
-    following = aiter(events)
-    pending: asyncio.Future[tuple[str | None, dict[str, Any]]] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(following))
-            done, _ = await asyncio.wait((pending,), timeout=PING_SECONDS)
-            if not done:
-                yield None, None
-                continue
-            finished, pending = pending, None
-            try:
-                yield finished.result()
-            except StopAsyncIteration:
-                return
-    finally:
-        if pending is not None:
-            pending.cancel()

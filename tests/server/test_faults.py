@@ -149,12 +149,18 @@ def test_numbers_that_are_none_in_one_row_end_that_request_alone(
 
 
 def test_an_engine_that_fails_tells_everybody_and_is_unready(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks() -> None:
-        raise RuntimeError("a bug in the engine")
+    step, begun = llm.engine.step, set[int]()
 
+    def breaks_with_three() -> None:
+        begun.update(one.number for one in llm.engine.scheduler.running)
+        if len(begun) == 3:
+            raise RuntimeError("a bug in the engine")
+        step()
+
+    long = {**TEXT, "max_tokens": 400, "ignore_eos": True, "speculation": "off"}  # none ends before the last has come
     with local(llm) as server:
-        monkeypatch.setattr(llm.engine, "step", once(breaks, llm.engine.step, {3}))
-        answers = server.together("/v1/completions", [TEXT, {**TEXT, "stream": True}, TEXT])
+        monkeypatch.setattr(llm.engine, "step", breaks_with_three)
+        answers = server.together("/v1/completions", [long, {**long, "stream": True}, long])
         assert [answer.status_code for answer in answers] == [500, 200, 500]
         assert all("engine_failed" in answer.text and "a bug" not in answer.text for answer in answers)
         assert soon(lambda: bool(server.faults))  # the process hears of it right after those who wait
