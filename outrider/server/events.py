@@ -69,6 +69,7 @@ class EventStream(Response):
             for task in (gone, sending, watching):
                 task.cancel()
             self._call.close()
+            await asyncio.gather(watching, return_exceptions=True)  # a ping to nobody is no fault
             with suppress(asyncio.CancelledError, OSError):
                 await sending
 
