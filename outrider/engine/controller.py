@@ -185,7 +185,7 @@ class Controller:
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
             length, members, reference = 0, [], True
         self._settled[party.drafter] = [id(wish.sequence) for wish in wishes], STANDS if members else 0
-        return Choice(self._dealt(party, wishes, length, members), probe, reference)
+        return Choice(self._dealt(party, wishes, length, members, outlooks), probe, reference)
 
     def _tried(
         self, party: Party, plan: Weighing, wishes: Seq[Wish], length: int, members: list[int]
@@ -210,14 +210,16 @@ class Controller:
         self._settled[party.drafter] = rows, rounds + 1
         return True
 
-    def _dealt(self, party: Party, wishes: Seq[Wish], length: int, members: Seq[int]) -> list[int]:
+    def _dealt(
+        self, party: Party, wishes: Seq[Wish], length: int, members: Seq[int], outlooks: Seq[Outlook] = ()
+    ) -> list[int]:
         """Give each row its guesses; the others rest."""
         chosen = [0] * len(wishes)
         for place in members:
             chosen[place] = min(length, wishes[place].most)
-        for wish, own in zip(wishes, chosen, strict=True):
-            agreement = self._agreement(party.drafter, wish.sequence)
-            agreement.goes_on(1 + (self._outlook(party, wish).gain[own] if own else 0.0))
+        for place, own in enumerate(chosen):
+            agreement = self._agreement(party.drafter, wishes[place].sequence)
+            agreement.goes_on(1 + (outlooks[place].gain[own] if own else 0.0))
             if not own:
                 agreement.rest()
         return chosen
