@@ -26,6 +26,7 @@ if str(HERE.parent) not in sys.path:
 from benchmarks.growing import begun, filled, kept  # noqa: E402
 from benchmarks.mixed_pair import MixedPair, mixed_pair  # noqa: E402
 from benchmarks.regret_figures import AUTO, MIXED, PLAIN, Cell, cells, judged, regret_table, verdicts  # noqa: E402
+from benchmarks.round_watch import RoundWatch  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Run:
             dtype=self.options.dtype, enable_prefix_caching=False, **more,
         )  # fmt: skip
         self.record["pairs"][name] = {"start_seconds": time.time() - began}
+        self.watch = RoundWatch(llm)
         return llm
 
     # --- a cell
@@ -159,9 +161,11 @@ class Run:
         """Let all settings take turns, auto first in the first turn, and put what came of it into the record."""
         settings = [AUTO, PLAIN, *(str(length) for length in lengths)]
         rates: dict[str, list[float]] = {setting: [] for setting in settings}
+        rounds: dict[str, list[dict[str, list[float]]]] = {setting: [] for setting in settings}
         guesses, texts = [], {}
         began = time.time()
         turn(llm, cell, prompts, PLAIN, 1)  # warms up, without a guess for auto to learn from
+        self.watch.take()
         for number in range(self.options.repeats):
             if self.left < 5 or (number and self.left < 1.2 * (time.time() - began) / number):
                 break
@@ -169,12 +173,13 @@ class Run:
             for setting in settings[place % len(settings) :] + settings[: place % len(settings)]:
                 rate, texts[setting], made = turn(llm, cell, prompts, setting, self.options.turn_tokens)
                 rates[setting].append(rate)
+                rounds[setting].append(self.watch.take())
                 guesses += [made] if setting == AUTO else []
         if not rates[PLAIN]:
             self.record["skipped"].append({"pair": name, "cell": cell.name, "reason": "out of time"})
             return
         differing = sum(one != texts[PLAIN] for one in texts.values())
-        more = {"pair": name, "guesses": sum(guesses) / len(guesses), "differing_texts": differing}
+        more = {"pair": name, "guesses": sum(guesses) / len(guesses), "differing_texts": differing, "rounds": rounds}
         self.record["cells"].append(judged(cell, rates, **more))
         told = self.record["cells"][-1]
         self.console.print(f"{cell.name}: {1 - told['regret']:.3f} of {told['best']} ({self.left:.0f} s left)")

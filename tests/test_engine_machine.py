@@ -105,7 +105,7 @@ class HashModel:
     def keep_path(self, *_: Any) -> None:
         raise AssertionError("no trees here")
 
-    def tune(self, passes: Any, places: int) -> None:
+    def tune(self, passes: Any, places: int, lagging: Any = ()) -> None:
         pass
 
     def copy_blocks(self, source: Seq[int], target: Seq[int]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts in captured passes: padded tokens, rows that belong to nobody, texts that none is large enough for.
+"""Texts in captured passes: padded tokens, rows that belong to nobody, texts that none is large enough for.
 
 Here a recorded pass is simply run again; that a card's graphs do the same is in test_gpu.py.
 """
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
+from outrider.engine.controller import Choice, Controller
+from outrider.model.kv_cache import blocks_for
 from outrider.model.prompt_graphs import PromptGraphs
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_sliding, tiny_target
 
@@ -23,7 +25,7 @@ LENGTHS = (3, 63, 64, 65, 66, 130, 191, 256, 257, 290)
 
 def captured(runner: TorchRunner) -> PromptGraphs:
     runner._prompts = PromptGraphs(runner._feed, runner.device, lambda work: work)
-    runner._prompts.capture(LONGEST, runner.cache)
+    runner._prompts.capture(LONGEST, runner.cache, blocks_for(LONGEST), (1, 2, 3))
     return runner._prompts
 
 
@@ -68,6 +70,62 @@ def test_rows_of_nobody_and_texts_too_long() -> None:
             torch.testing.assert_close(pool[slots], kept)
         assert not graphs.replay(tokens.repeat(1, 4), tables)
         assert not graphs.replay(tokens.repeat(2, 1), tables.repeat(2, 1))  # 8 rows of 128 are more than a pass holds
+
+
+@pytest.mark.parametrize("make", [tiny_target, tiny_sliding])
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 64, 65, 130, 200])
+def test_texts_are_gone_on_with_from_wherever_they_stand(make: Any, num_tokens: int) -> None:
+    target = make(max_position_embeddings=512)
+    with LLM(target, method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
+        runner, rows = llm.engine.runner, 3
+        graphs = captured(runner)
+        whole = torch.randint(5, 250, (rows, LONGEST), generator=torch.Generator().manual_seed(1))
+        blocks = blocks_for(LONGEST)
+        tables = torch.arange(2, 2 + rows * blocks).view(rows, blocks)
+        everywhere = torch.arange(LONGEST).expand(rows, -1)
+        runner._feed(whole, everywhere, tables, LONGEST)
+        begins = torch.tensor([0, 37, LONGEST - 10])
+        positions = (begins[:, None] + torch.arange(num_tokens)).clamp(max=LONGEST - 1)
+        tokens = whole.gather(1, positions)
+        slots = tables.gather(1, positions // 16) * 16 + positions % 16
+        pools = runner.cache.keys + runner.cache.values
+        wanted = [pool.clone() for pool in pools]
+        for pool in pools:
+            pool[slots] = 7.0
+        assert graphs.go_on(tokens, positions, tables)
+        for pool, kept in zip(pools, wanted, strict=True):
+            torch.testing.assert_close(pool[32:], kept[32:], equal_nan=True)  # nobody wrote all of it
+
+
+def test_texts_that_no_pass_is_large_enough_to_go_on_with() -> None:
+    with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
+        graphs = captured(llm.engine.runner)
+        tokens, tables = torch.full((1, 257), 65), torch.arange(2, 2 + blocks_for(LONGEST))[None]
+        positions = torch.arange(257)[None]
+        assert graphs.go_on(tokens[:, 1:], positions[:, 1:], tables)
+        assert not graphs.go_on(tokens, positions, tables)
+        assert not graphs.go_on(tokens[:, :5], positions[:, :5], tables.repeat(1, 2))
+        assert not graphs.go_on(*(one[:, :5].repeat(5, 1) for one in (tokens, positions)), tables.repeat(5, 1))
+
+
+def test_a_draft_that_rests_and_reads_what_it_lacks_by_captured_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    how = {"tokenizer": byte_tokenizer(), "max_num_seqs": 3, "enable_prefix_caching": False, "max_model_len": LONGEST}
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    asked: dict[str, Any] = {"prompt_token_ids": prompts()[:5], "sampling_params": params, "progress": False}
+    with LLM(tiny_target(), method="none", **how) as llm:
+        wanted = [output.token_ids for output in llm.generate(**asked)]
+    with LLM(tiny_target(), tiny_draft(tiny_target(), "noisy"), **how) as llm:
+        graphs, rounds = captured(llm.engine.drafter.runner), 0
+
+        def choose(_: Controller, __: Any, wishes: Any) -> Choice:
+            nonlocal rounds
+            rounds += 1
+            return Choice([0 if rounds % 24 else min(3, wish.most) for wish in wishes])
+
+        monkeypatch.setattr(Controller, "choose", choose)
+        assert [output.token_ids for output in llm.generate(**asked)] == wanted
+        assert graphs.num_replays > 4 and llm.engine.speculator.num_failures == 0
+        assert llm.engine.figures.accepted > 0
 
 
 def test_passes_over_several_texts_are_captured_when_they_come_and_one_that_fails_is_fed_as_ever(

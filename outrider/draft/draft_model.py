@@ -69,7 +69,8 @@ class DraftModelDrafter(WithCache):
 
     def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Make a chain's passes fast: of the first few tokens a row, then of one."""
-        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._fed_first)}), places)
+        passes = sorted({(rows, width) for rows in num_rows for width in (1, self._fed_first)})
+        self.runner.tune(passes, places, num_rows if self._own_cache else ())
 
     def missing(self, slot: int, length: int) -> int:
         """Count what is not cached, but for what a chain feeds itself."""

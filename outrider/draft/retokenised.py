@@ -110,7 +110,7 @@ class RetokenisedDrafter(WithCache):
 
     def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Find the fastest products for passes of one token a row."""
-        self.runner.tune([(rows, 1) for rows in sorted(set(num_rows))], places)
+        self.runner.tune([(rows, 1) for rows in sorted(set(num_rows))], places, (1,))
 
     def missing(self, slot: int, length: int) -> int:
         """Count the target tokens that were not taken in, where they are more than a chain should take in itself."""

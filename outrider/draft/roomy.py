@@ -83,9 +83,9 @@ class RoomyRunner:
         """Feed tokens for their keys and values alone."""
         self.inner.feed(tokens, positions, self._own(tables), context, self._begin(start))
 
-    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
+    def tune(self, passes: Sequence[tuple[int, int]], places: int, lagging: Sequence[int] = ()) -> None:
         """Make passes fast; `places`: what a row's table of the target's holds."""
-        self.inner.tune(passes, places * self.room)
+        self.inner.tune(passes, places * self.room, lagging)
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes besides weights and cache."""

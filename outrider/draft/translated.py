@@ -90,7 +90,7 @@ class TranslatedDrafter(WithCache):
 
     def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Find the fastest products for a chain's passes: of a window a row, then of one token."""
-        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._widest)}), places)
+        self.runner.tune(sorted({(rows, width) for rows in num_rows for width in (1, self._widest)}), places, (1,))
 
     def missing(self, slot: int, length: int) -> int:
         """Count the target tokens whose spelling is not cached, but for what a chain feeds itself."""

@@ -124,6 +124,7 @@ class RoundTimes:
         clean: Whether nothing else was done in that time.
         fed: Tokens that drafters read before it, of each row that lacked some.
         apart: Whether that was timed apart.
+        delayed: Whether the host asked for what drafters read before the next round, before it saw this one's end.
     """
 
     seconds: float
@@ -136,6 +137,7 @@ class RoundTimes:
     clean: bool = True
     fed: tuple[int, ...] = ()
     apart: bool = True
+    delayed: bool = False
 
 
 class Controller:
@@ -153,6 +155,7 @@ class Controller:
         self._trials: defaultdict[str, Trials] = defaultdict(Trials)  # by drafter
         self._owed_plain: dict[str, float] = {}  # by drafter, seconds that plain rounds lost and are to be earned again
         self._settled: dict[str, tuple[list[int], int]] = {}  # by drafter, who was not to guess, and since when
+        self._read_ahead = 0.0  # seconds by which the last round was late, since the host asked for what the next reads
 
     # --- before a round
 
@@ -256,9 +259,9 @@ class Controller:
         plain = self.costs.pass_seconds(replace(shape, num_tokens=0, kind=CHAIN))
         expected = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
         expected += self.costs.pass_seconds(shape)
-        alone = times.apart or not times.fed
-        feeding = times.feeding if alone or not times.clean else max(0.0, times.seconds - expected)
-        seconds = (times.seconds if alone else expected) if times.clean else plain
+        measured = times.clean and (times.apart or not (times.fed or times.delayed))
+        feeding = self._feeding(times, expected)
+        seconds = times.seconds if measured else expected if times.clean else plain
         for trials in self._trials.values():
             trials.passed(seconds)
         for name, owed in self._owed_plain.items():
@@ -270,10 +273,26 @@ class Controller:
         if times.clean and times.fed:
             calls = 1 if party.inside else len(times.fed)
             self.costs.took_feed(party.drafter, sum(times.fed), calls, feeding)
-        if times.clean and alone:
+        if measured:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
             self.costs.took_pass(shape, times.seconds - drafting)
+
+    def _feeding(self, times: RoundTimes, expected: float) -> float:
+        """Seconds for what drafters read before a round; where the host does not wait for it, by what was late for it.
+
+        On a card both the host and the device are busy with it: while the host asks for it, the round before is not
+        read; and the device comes to the round itself afterwards.
+        """
+        ahead, self._read_ahead = self._read_ahead, 0.0
+        if times.apart or not times.clean:
+            return times.feeding
+        late = max(0.0, times.seconds - expected)
+        if times.fed:
+            return ahead + late
+        if times.delayed:
+            self._read_ahead = late
+        return 0.0
 
     def _agreement(self, drafter: str, sequence: Sequence) -> Agreement:
         known = self._agreements.setdefault(sequence, {})

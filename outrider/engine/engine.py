@@ -212,7 +212,7 @@ class Engine:
         for sequence, length in zip(ready, wanted, strict=True):
             sequence.ahead += length + 1
         self.figures.rounds += 1
-        return replace(flight, began=began + decision.feeding, clean=alone)
+        return replace(flight, began=began, clean=alone)
 
     def _replay(self, ready: list[Sequence], decision: Decision) -> Flight | None:
         """Start a captured round; None where there is none for this."""
@@ -281,7 +281,8 @@ class Engine:
                 columns = None if report is None else [column[row] for column in report]
                 own = None if flight.own is None else flight.own[row]
                 self._take_in(sequence, packed[row], columns, now, own, flight.wanted[row])
-        self.speculator.timed(flight.decision, self._clock.read(flight, packed))
+        following = self._flights[0] if self._flights else None
+        self.speculator.timed(flight.decision, self._clock.read(flight, packed, following))
 
     def _take_in(
         self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float, own: int | None, asked: int

@@ -77,7 +77,7 @@ class Flight:
         served: Drafters that guessed, and for which rows.
         readback: Its results.
         decision: What was decided for it.
-        began: When it was started.
+        began: When it was begun, what drafters read before it included.
         clean: Whether nothing was started with it, such as a prompt; but for what drafters lacked.
         own: How many of each row's first guesses are its drafter's own; None: all.
         drafting: Seconds that guesses took which were made outside of the pass.

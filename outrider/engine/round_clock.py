@@ -20,6 +20,7 @@ class RoundClock:
 
     Where a round was started before the last one was read, its time runs from that reading on: until then the device
     was busy with the other, and what drafters read before it is part of it. Otherwise it runs from its own start.
+    The host may read a round late, since it asked for what drafters read before the next one: that is told.
 
     Args:
         apart: Whether the host waits for what drafters read before a round, which is then timed by itself.
@@ -38,10 +39,14 @@ class RoundClock:
         self._left_at = time.perf_counter()
         return self._left_at - self._entered_at
 
-    def read(self, flight: Flight, packed: list[list[int]]) -> RoundTimes:
-        """A round was read and its results were taken in; `packed` is what it gave, see `RoundResult`."""
+    def read(self, flight: Flight, packed: list[list[int]], following: Flight | None = None) -> RoundTimes:
+        """A round was read and its results were taken in; `packed` is what it gave, see `RoundResult`.
+
+        `following` is the one that was started meanwhile, if any was.
+        """
         now = time.perf_counter()
-        seconds = now - max(flight.began, self._read_at)
+        began = flight.began + (flight.decision.feeding if self._apart else 0.0)
+        seconds = now - max(began, self._read_at)
         self._read_at = now
         away = self._entered_at - self._left_at if flight.began < self._entered_at else 0.0
         lone = len(flight.served) == (1 if any(flight.wanted) else 0)
@@ -56,4 +61,5 @@ class RoundClock:
             clean=flight.clean and lone and away <= MOST_AWAY * seconds,
             fed=flight.decision.fed,
             apart=self._apart,
+            delayed=following is not None and bool(following.decision.fed),
         )

@@ -101,7 +101,7 @@ class Weighing:
         others = [row for row in range(len(self._wishes)) if row not in members]
         begin = turn % len(others)
         tried = [*others[begin:], *others[:begin]][:count]
-        least = self.seconds(self._lengths[0], tried) - self.seconds(0, []) + sum(map(self._reading, tried))
+        least = self.seconds(self._lengths[0], tried) - self.seconds(0, []) + self.reading(tried)
         most = (PROBE_SLACK - 1) * least / len(others)
         return [*members, *tried, *(row for row in others if row not in tried and self._reading(row) <= most)]
 
@@ -111,8 +111,9 @@ class Weighing:
         return self._costs.feed_seconds(self._party.drafter, sum(lags), 1 if self._party.inside else len(lags))
 
     def _reading(self, row: int) -> float:
-        """Seconds until a row's drafter has read what it lacks; on a card all rows are read, and tried, together."""
-        return 0.0 if self._party.inside else self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag)
+        """Seconds until a row's drafter has read what it lacks; on a card, beside others that are read in any case."""
+        calls = 0 if self._party.inside else 1
+        return self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag, calls)
 
     def _gain(self, row: int, length: int) -> float:
         """Guesses of a row that will be right; a text that ends with them saves about half a round, too."""

@@ -1,14 +1,15 @@
-"""Prompts as CUDA graphs: a pass that fills the cache, captured for a few sizes and then started with a single call.
+"""Passes that fill a cache as CUDA graphs: captured for a few sizes, and then each started with a single call.
 
 A short prompt is some hundred launches for the host and few milliseconds for the card: launched one by one, the card
-waits for the host, and so does whoever asked for the first token.
+waits for the host, and so does whoever asked for the first token. It is the same with what a draft reads that has not
+guessed for a while, a few tokens in the middle of a text: ten milliseconds for the host, less than one for the card.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from outrider.kernels.attention import slots_of
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, TRASH_BLOCK, blocks_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from outrider.model.kv_cache import KVCache
 
@@ -28,11 +29,21 @@ MOST_ROWS = 8
 FEW_IDS = 64  # tokens of a check: ids that every vocabulary has
 TOLERANCE = 0.02  # of a check, relative to the largest number: the kernels are the same, the shapes almost
 MOST_TOKENS = 512  # a pass of more keeps the card busy for longer than the host needs to launch it
+WIDTHS = (16, 64)  # tokens a row of a pass that goes on with texts: attention is by kernels, whatever is cached
+MOST_GOING_ON, MOST_PASSES = 1024, 4  # tokens of such a pass, and how many of them one after another
+
+
+class _Size(NamedTuple):
+    """Of a pass: rows, tokens a row, and whether it goes on with texts rather than begin them."""
+
+    rows: int
+    length: int
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A pass over ``[rows, length]`` tokens from each text's beginning on, and all that it reads: none may go away."""
+    """A pass over ``[rows, length]`` tokens of as many texts, and all that it reads: none may go away."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -41,7 +52,7 @@ class _Captured:
 
 
 class PromptGraphs:
-    """Captures and replays passes over the beginnings of texts.
+    """Captures and replays passes over the beginnings of texts, and over what comes further on.
 
     Args:
         feed: Feeds tokens at positions of rows with these tables, for their keys and values alone; the last argument
@@ -57,21 +68,28 @@ class PromptGraphs:
         recorded: Callable[[Callable[[], None]], Callable[[], object]],
     ) -> None:
         self._feed, self._device, self._recorded = feed, device, recorded
-        self._captured: dict[tuple[int, int], _Captured | None] = {}  # None: when it is first needed
+        self._captured: dict[_Size, _Captured | None] = {}  # None: when it is first needed
+        self._num_blocks = 0  # of a row's table, at most
         self.num_replays = 0
 
-    def capture(self, longest: int, cache: KVCache) -> None:
+    def capture(self, longest: int, cache: KVCache, num_blocks: int = 0, going_on: Sequence[int] = ()) -> None:
         """Capture passes that serve texts of up to `longest` tokens, the largest first: of lone ones all.
 
         Of several texts at once the longest pass is captured now, for what it shows, and others when they are needed.
-        Where a model cannot be captured, or what is captured does something else, prompts are fed as ever.
+        Passes that go on with texts are captured for so many rows as `going_on` says, with tables of `num_blocks`.
+        Where a model cannot be captured, or what is captured does something else, tokens are fed as ever.
         """
+        self._num_blocks = num_blocks
         try:
             for rows in (1 << power for power in range(MOST_ROWS.bit_length())):
                 lengths = [one for one in LENGTHS if one <= longest and rows * one <= MOST_TOKENS]
-                self._captured |= {(rows, length): None for length in lengths}
+                self._captured |= {_Size(rows, length): None for length in lengths}
                 for length in lengths[::-1] if rows == 1 else lengths[-1:]:
-                    self._captured[rows, length] = self._capture(rows, length)
+                    self._captured[_Size(rows, length)] = self._capture(_Size(rows, length))
+            for rows in sorted(set(map(_power_of_2, going_on))):
+                for width in (one for one in WIDTHS if one <= longest and rows * one <= MOST_GOING_ON):
+                    size = _Size(rows, width, goes_on=True)
+                    self._captured[size] = self._capture(size)
             self._check(cache)
         except Exception as error:  # noqa: BLE001 - whatever a model does that cannot be captured
             logger.warning("prompts cannot be captured and are fed kernel by kernel: %s", error)
@@ -80,9 +98,8 @@ class PromptGraphs:
     def replay(self, tokens: torch.Tensor, tables: torch.Tensor) -> bool:
         """Feed the first tokens ``[B, T]`` of rows with these tables; False where no captured pass is large enough."""
         num_rows, num_tokens = tokens.shape
-        rows = 1 << (num_rows - 1).bit_length()
         length = next((one for one in LENGTHS if one >= num_tokens), 0)
-        one = self._ready(rows, length)
+        one = self._ready(_Size(_power_of_2(num_rows), length))
         if one is None:
             return False
         one.tokens[:num_rows, :num_tokens] = tokens
@@ -94,22 +111,50 @@ class PromptGraphs:
         self.num_replays += 1
         return True
 
-    def _ready(self, rows: int, length: int) -> _Captured | None:
-        if (rows, length) not in self._captured:
-            return None
-        if self._captured[rows, length] is None:
-            try:
-                self._captured[rows, length] = self._capture(rows, length)
-            except Exception as error:  # noqa: BLE001 - want of memory, as it seems: others of its kind went well
-                logger.warning("prompts of %d x %d tokens are fed kernel by kernel: %s", rows, length, error)
-                del self._captured[rows, length]
-        return self._captured.get((rows, length))
+    def go_on(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> bool:
+        """Feed tokens ``[B, T]`` at any positions of texts, several passes after each other if need be.
 
-    def _capture(self, rows: int, length: int) -> _Captured:
-        tokens = torch.zeros(rows, length, dtype=torch.long, device=self._device)
-        tables = torch.full((rows, length // BLOCK_SIZE), TRASH_BLOCK, dtype=torch.long, device=self._device)
-        positions = torch.arange(length, device=self._device).repeat(rows, 1)
-        start = self._recorded(lambda: self._feed(tokens, positions, tables, length))
+        False where no captured pass is large enough; nothing is fed then.
+        """
+        num_rows, num_tokens = tokens.shape
+        rows = _power_of_2(num_rows)
+        widths = [width for width in WIDTHS if _Size(rows, width, goes_on=True) in self._captured]
+        width = next((one for one in widths if one >= num_tokens), max(widths, default=0))
+        if num_tokens > MOST_PASSES * width or tables.shape[1] > self._num_blocks:
+            return False
+        one = self._ready(_Size(rows, width, goes_on=True))
+        if one is None:
+            return False
+        one.tables.fill_(TRASH_BLOCK)
+        one.tables[:num_rows, : tables.shape[1]] = tables
+        one.positions[num_rows:] = 0  # nobody looks back far
+        for begin in range(0, num_tokens, width):
+            end = min(begin + width, num_tokens)
+            for column, given in ((one.tokens, tokens), (one.positions, positions)):
+                column[:num_rows, : end - begin] = given[:, begin:end]
+                column[:num_rows, end - begin :] = given[:, end - 1 : end]  # the last one, written again
+            one.start()
+        self.num_replays += 1
+        return True
+
+    def _ready(self, size: _Size) -> _Captured | None:
+        if size not in self._captured:
+            return None
+        if self._captured[size] is None:
+            try:
+                self._captured[size] = self._capture(size)
+            except Exception as error:  # noqa: BLE001 - want of memory, as it seems: others of its kind went well
+                logger.warning("texts of %d x %d tokens are fed kernel by kernel: %s", size.rows, size.length, error)
+                del self._captured[size]
+        return self._captured.get(size)
+
+    def _capture(self, size: _Size) -> _Captured:
+        blocks = self._num_blocks if size.goes_on else size.length // BLOCK_SIZE
+        tokens = torch.zeros(size.rows, size.length, dtype=torch.long, device=self._device)
+        tables = torch.full((size.rows, blocks), TRASH_BLOCK, dtype=torch.long, device=self._device)
+        positions = torch.arange(size.length, device=self._device).repeat(size.rows, 1)
+        context = blocks * BLOCK_SIZE if size.goes_on else size.length
+        start = self._recorded(lambda: self._feed(tokens, positions, tables, context))
         return _Captured(tokens, positions, tables, start)
 
     def _check(self, cache: KVCache) -> None:
@@ -117,7 +162,8 @@ class PromptGraphs:
 
         Blocks that belong to nobody yet are written.
         """
-        for rows, length in {rows: (rows, length) for (rows, length), one in self._captured.items() if one}.values():
+        for size in {(one.rows, one.goes_on): one for one, there in self._captured.items() if there}.values():
+            rows, length = size.rows, size.length
             blocks = rows * length // BLOCK_SIZE
             if RESERVED + blocks > cache.num_blocks:
                 continue
@@ -128,11 +174,18 @@ class PromptGraphs:
             self._feed(tokens, positions, tables, length)
             wanted = cache.taken(slots)
             self._feed(tokens * 0, positions, tables, length)  # something else
-            self.replay(tokens[:, : length - 1], tables)
+            if size.goes_on:
+                self.go_on(tokens[:, : length - 1], positions[:, : length - 1], tables)
+            else:
+                self.replay(tokens[:, : length - 1], tables)
             for one, other in zip(wanted, cache.taken(slots), strict=True):
                 if not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * float(one.abs().max())):
                     raise RuntimeError(f"a captured pass over {rows} x {length} tokens does not do what it should")
         self.num_replays = 0
+
+
+def _power_of_2(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 class GraphRecorder:

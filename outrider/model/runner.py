@@ -70,8 +70,11 @@ class Runner(Protocol):
     def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy all that is kept in some blocks to others, one by one."""
 
-    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
-        """Make prompts and passes of (rows, tokens a row) as fast as they can be; a row's table has so many places."""
+    def tune(self, passes: Sequence[tuple[int, int]], places: int, lagging: Sequence[int] = ()) -> None:
+        """Make prompts and passes of (rows, tokens a row) as fast as they can be; a row's table has so many places.
+
+        `lagging`: how many rows are often fed in the middle of their texts, together.
+        """
 
 
 class TorchRunner:
@@ -196,8 +199,11 @@ class TorchRunner:
     ) -> None:
         """Run the model for its keys and values alone; arguments as for `forward`."""
         begins_texts = context == tokens.shape[1]  # the highest position is no higher than that
-        if not (begins_texts and self._prompts is not None and self._prompts.replay(tokens, tables)):
-            self._feed(tokens, positions, tables, context, start)
+        if self._prompts is not None and begins_texts and self._prompts.replay(tokens, tables):
+            return
+        if self._prompts is not None and not begins_texts and self._prompts.go_on(tokens, positions, tables):
+            return
+        self._feed(tokens, positions, tables, context, start)
 
     @torch.inference_mode()
     def _feed(
@@ -247,15 +253,16 @@ class TorchRunner:
         if self._features is not None:
             self._features.index_copy_(0, target, self._features.index_select(0, source))
 
-    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
+    def tune(self, passes: Sequence[tuple[int, int]], places: int, lagging: Sequence[int] = ()) -> None:
         """Make passes of (rows, tokens a row) as fast as they can be, and prompts: compile, time, capture.
 
-        `places`: what a row's table holds.
+        `places`: what a row's table holds. `lagging`: how many rows are often fed in the middle of their texts.
         """
         self.network.tune(passes, places, self.step)
         if self.device.type == "cuda" and not self._exact:  # there, shapes depend on the prompt alone
             self._prompts = PromptGraphs(self._feed, self.device, GraphRecorder(self.device))
-            self._prompts.capture(min(places, self.context_length), self.cache)
+            longest = min(places, self.context_length)
+            self._prompts.capture(longest, self.cache, blocks_for(places), lagging)
 
     def activation_bytes(self, num_tokens: int) -> int:
         """Measure what one pass over so many prompt tokens takes on a card besides weights and cache; 0 on a CPU."""

@@ -57,6 +57,7 @@ class LayerSubsetRunner:
     def copy_blocks(self, *_: object) -> None:
         """Nothing: the target copies its own."""
 
-    def tune(self, passes: Sequence[tuple[int, int]], places: int) -> None:
-        """Make passes of (rows, tokens a row) as fast as they can be."""
+    def tune(self, passes: Sequence[tuple[int, int]], places: int, lagging: Sequence[int] = ()) -> None:
+        """Make passes of (rows, tokens a row) as fast as they can be; no row lags."""
+        assert not lagging
         self._network.tune(passes, places, self._whole.step)

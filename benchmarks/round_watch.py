@@ -1,0 +1,43 @@
+"""What rounds there were in a turn, by how wide they were and what they were for: to see where a turn's time went."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outrider import LLM
+    from outrider.engine.controller import RoundTimes
+    from outrider.engine.flight import Decision
+
+__all__ = ["RoundWatch"]
+
+
+class RoundWatch:
+    """Listens to what an engine tells its controller of each round.
+
+    Args:
+        llm: The engine; what it does is not changed.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._speculator: Any = llm.engine.speculator
+        self._told = self._speculator.timed
+        self._speculator.timed = self._timed
+        self._seen: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
+
+    def take(self) -> dict[str, list[float]]:
+        """Give rounds, seconds and tokens since the last call, by kind.
+
+        A kind is the guesses that the pass was as wide as, and "probe", "fed" (a draft read what it lacked) and "busy"
+        (something else was done in that time, as a prompt that was read) where that is so.
+        """
+        seen, self._seen = self._seen, defaultdict(lambda: [0, 0.0, 0])
+        return {kind: [count, round(seconds, 5), tokens] for kind, (count, seconds, tokens) in sorted(seen.items())}
+
+    def _timed(self, decision: Decision, times: RoundTimes) -> None:
+        words = {"probe": decision.probe, "fed": bool(times.fed), "busy": not times.clean}
+        kind = " ".join([str(times.width), *(word for word, so in words.items() if so)])
+        for place, value in enumerate((1, times.seconds, times.tokens)):
+            self._seen[kind][place] += value
+        self._told(decision, times)
