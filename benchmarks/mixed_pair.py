@@ -51,13 +51,13 @@ class MixedPair:
     def prompts(self, agreement: float, count: int, length: int, room: int) -> list[list[int]]:
         """Give prompts after which `room` tokens stay within the region of an agreement, spread over it."""
         begin = self.agreements.index(agreement) * self.region
-        free = self.region - room
+        free = self.region - room - 1
         if free <= 0:
             raise SystemExit(
                 f"texts of {room} tokens do not fit into regions of {self.region}; use a larger vocabulary"
             )
         cycle, steps = self.saying.cycle, torch.arange(-length, 0)
-        starts = [begin + place * free // count for place in range(count)]
+        starts = [begin + 1 + place * free // count for place in range(count)]  # the last token given is in it, too
         return [cycle[(start + steps) % len(cycle)].tolist() for start in starts]
 
 

@@ -53,6 +53,7 @@ class Machine:
         call, token: Seconds until a draft has read what it lacks: of a call, and of each token.
         inside: Whether drafting is part of the pass.
         makes: Chance that there is any guess.
+        prompt: Tokens of a text before its first.
         noise: Deviation of the logarithm of each round's time.
     """
 
@@ -63,6 +64,7 @@ class Machine:
     token: float = 0.0
     inside: bool = False
     makes: float = 1.0
+    prompt: int = 33
     noise: float = 0.0
     slow: Callable[[int], float] = lambda _: 1.0
     random: random.Random = field(default_factory=lambda: random.Random(0))
@@ -117,7 +119,7 @@ def run(
             running.append(waiting.pop(0))
         party = Party("draft", len(running), machine.most, inside=machine.inside, narrows=not machine.inside)
         mosts = [min(machine.most, one.limit - one.num_generated - 1) for one in running]
-        lags = [max(0, one.num_generated + 33 - one.cached) for one in running]
+        lags = [max(0, one.num_generated + machine.prompt - one.cached) for one in running]
         probe = False
         if controller is not None:
             open_to = [place for place, most in enumerate(mosts) if most > 0]
@@ -139,7 +141,7 @@ def run(
             given += right + 1
             if length:
                 one.guessed.append(one.num_generated - right - 1)
-                one.cached = one.num_generated + 33
+                one.cached = one.num_generated + machine.prompt
             if controller is not None:
                 controller.learn(one, "draft", length, made, right, tree=False)  # type: ignore[arg-type]
         tokens += given

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from outrider import LLM, Grammar, SamplingParams
+from outrider.engine.controller import Choice, Controller
 from outrider.model.kv_cache import TRASH_BLOCK, blocks_for
 from tests.eagle_checkpoints import write
 from tests.scripted import ScriptedDrafter, engine_with
@@ -243,6 +244,27 @@ def test_prompts_of_several_chunks_and_several_at_once_are_fed_alike(folders: tu
             captured = [one.num_replays for one in (llm.engine.runner._prompts, llm.engine.drafter.runner._prompts)]
             assert all(captured) or (size, rows) == (2048, 4)  # all prompts of which are one pass, too large for that
             assert llm.engine.figures.accepted > 0.1 * llm.engine.figures.drafted
+
+
+def test_a_draft_that_rested_reads_what_it_lacks_by_captured_passes(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[(7 * i + j) % 256 for i in range(20 + 30 * j)] for j in range(5)]
+    params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
+    wanted = [tuple(greedy(tiny_target(), prompt, 120)) for prompt in prompts]
+    with LLM(*folders, dtype="float32", max_num_seqs=3) as llm:
+        graphs, rounds, feeds = llm.engine.drafter.runner._prompts, 0, []
+
+        def choose(_: Controller, __: Any, wishes: Any) -> Choice:
+            nonlocal rounds
+            rounds += 1
+            return Choice([0 if rounds % 24 else min(3, wish.most) for wish in wishes])
+
+        monkeypatch.setattr(Controller, "choose", choose)
+        monkeypatch.setattr(llm.engine.drafter.runner, "_feed", lambda *given: feeds.append(given))
+        assert [one.token_ids for one in llm.generate(prompts, params)] == wanted
+        assert graphs.num_replays > 5 and not feeds  # none of it was launched kernel by kernel
+        assert llm.engine.figures.accepted > 0.1 * llm.engine.figures.drafted
 
 
 def test_the_cache_takes_its_share_of_the_card() -> None:

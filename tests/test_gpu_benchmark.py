@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_profile, gpu_rounds, round_runs
+from benchmarks import gpu_profile, gpu_prompts, gpu_rounds, round_runs
 from benchmarks.gpu_figures import (
     OURS,
     PEER,
@@ -231,3 +232,16 @@ def test_a_tiny_profile_adds_up_rounds(work: Path, monkeypatch: pytest.MonkeyPat
     assert record["rounds"] == 3
     assert record["us_a_round"] > record["busy_us_a_round"] > 0
     assert record["kernels"][0]["share"] > 0
+
+
+def test_first_tokens_are_timed_at_lengths_that_are_new_and_met_again(
+    work: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "prompts.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_prompts.py", "--quick", "--work", str(work), "--out", str(out)])
+    gpu_prompts.main()
+    cells = json.loads(out.read_text())["cells"]
+    told = [(one["engine"], one["length"], one["seen"]) for one in cells]
+    lengths = {length for _, length, _ in told}
+    assert sorted(told) == sorted(itertools.product((OURS, STOCK), lengths, (False, True))) and len(lengths) == 2
+    assert all(one["seconds"] > 0 for one in cells)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -411,3 +412,31 @@ def test_a_simple_round_does_not_depend_on_tables_that_it_does_not_read() -> Non
     again = table.gather(torch.tensor([0]), simple)
     assert torch.equal(gathered.seeds, again.seeds)
     assert torch.equal(gathered.temperature, again.temperature)
+
+
+def test_a_slot_follows_its_newest_rules_and_nothing_of_those_before() -> None:
+    everything = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.8, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.2,
+        "repetition_penalty": 1.5, "min_tokens": 4, "logit_bias": {5: 2.0, 7: -1.0}, "seed": 1,
+    }  # fmt: skip
+    each: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (everything, {"stop_ids": [3, 4], "bad_words": [[1], [2, 3, 4]], "prompt_length": 9, "sample": 1}),
+        ({"seed": 2, "temperature": 0}, {}),
+        ({"seed": 3, "logit_bias": {6: 1.0}}, {"stop_ids": [3], "bad_words": [[8, 9]]}),
+        ({"seed": 3, "logit_bias": {6: -1.0}}, {"stop_ids": [4], "bad_words": [[9, 8]]}),
+        ({"seed": 4}, {}),
+    ]
+    used, seen = RuleTable(2, CPU), []
+    for params, more in [*each, *each]:
+        used.write(1, SamplingParams(**params), **more)
+        fresh = RuleTable(2, CPU)
+        fresh.write(1, SamplingParams(**params), **more)
+        flags = fresh.flags([1])
+        columns = [vars(table.gather(torch.tensor([1]), replace(flags, banned=True))) for table in (used, fresh)]
+        for name, wanted in columns[1].items():
+            if isinstance(wanted, torch.Tensor):
+                got = columns[0][name].flatten()
+                kept = got[(got != -1) & (got != 0)]  # padding: -1, and 0 of a bias
+                assert kept.tolist() == wanted.flatten()[(wanted != -1).flatten() & (wanted != 0).flatten()].tolist()
+        seen.append(columns[0]["seeds"].item())
+    assert len(set(seen)) == 4

@@ -11,7 +11,7 @@ import torch
 from outrider.draft.drafter import DraftRows
 from outrider.model.kv_cache import BLOCK_SIZE, TRASH_BLOCK, blocks_for
 from outrider.sampling.rules import RuleFlags, Rules, RuleTable
-from outrider.sampling.upload import upload
+from outrider.sampling.upload import put, upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -109,7 +109,7 @@ class DeviceState:
         slot = self._free.pop()
         sequence.slot = slot
         self._holders[slot] = sequence
-        self.tokens[slot, : len(sequence)] = upload(sequence.tokens, self.device)
+        put(sequence.tokens, self.tokens[slot, : len(sequence)])
         self.lengths[slot] = len(sequence)
         self.limits[slot] = sequence.limit
         request = sequence.request
@@ -138,7 +138,7 @@ class DeviceState:
     def replace(self, sequence: Sequence, begin: int, blocks: Seq[int]) -> None:
         """Put other blocks into a sequence's table, from its block `begin` on."""
         end = begin + len(blocks)
-        self.tables[sequence.slot, begin:end] = upload(blocks, self.device)
+        put(blocks, self.tables[sequence.slot, begin:end])
         sequence.blocks[begin:end] = blocks
 
     def gather(self, sequences: Seq[Sequence], *, pad_to: int = 0, room: int = 0) -> Rows:

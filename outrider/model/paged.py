@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from outrider.config import MAX_DRAFT_TOKENS
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from outrider.model.kv_cache import KVCache
 
 __all__ = ["PagedStep"]
+
+# cuDNN's attention makes a plan for every shape it meets: a tenth of a second for each new length of a prompt (H200).
+_WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -76,15 +80,16 @@ class PagedStep:
     def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Use torch's flash attention over a gathered copy: for a prompt it is the fastest there is."""
         read, steps = self._read, query.shape[1]
-        out = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            keys[read].transpose(1, 2),
-            values[read].transpose(1, 2),
-            attn_mask=None if steps == self.context else causal_lower_right(steps, self.context),
-            is_causal=steps == self.context,
-            scale=scale,
-            enable_gqa=query.shape[2] != keys.shape[1],
-        )
+        with sdpa_kernel(_WITHOUT_PLANS):
+            out = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                keys[read].transpose(1, 2),
+                values[read].transpose(1, 2),
+                attn_mask=None if steps == self.context else causal_lower_right(steps, self.context),
+                is_causal=steps == self.context,
+                scale=scale,
+                enable_gqa=query.shape[2] != keys.shape[1],
+            )
         return out.transpose(1, 2).contiguous()
 
     # Worked out once for all layers, on first need: fused layers write by themselves, rounds read by kernels.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.sampling.random import mixed_seed
-from outrider.sampling.upload import upload
+from outrider.sampling.upload import put, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,18 +93,11 @@ class Rules:
         return replace(self, **changed)
 
 
-_SCALARS: dict[str, torch.dtype] = {
-    "temperature": torch.float32,
-    "top_k": torch.long,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "presence": torch.float32,
-    "frequency": torch.float32,
-    "repetition": torch.float32,
-    "seeds": torch.long,
-    "prompt_lengths": torch.long,
-    "min_tokens": torch.long,
+_SCALARS = {  # what lies side by side is written with one copy
+    torch.float32: ("temperature", "top_p", "min_p", "presence", "frequency", "repetition"),
+    torch.long: ("top_k", "seeds", "prompt_lengths", "min_tokens"),
 }
+_EMPTY: dict[str, list[Any]] = {"stop_ids": [], "bias_ids": [], "bias_values": [], "bad_words": [[NOTHING]]}
 
 
 class RuleTable:
@@ -112,13 +105,21 @@ class RuleTable:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._device = device
-        self._columns = {name: torch.zeros(num_slots, dtype=dtype, device=device) for name, dtype in _SCALARS.items()}
+        self._scalars = {
+            dtype: torch.zeros(num_slots, len(names), dtype=dtype, device=device) for dtype, names in _SCALARS.items()
+        }
+        self._columns = {
+            name: self._scalars[dtype][:, place]
+            for dtype, names in _SCALARS.items()
+            for place, name in enumerate(names)
+        }
         self._ragged = {
             "stop_ids": torch.full((num_slots, 1), NOTHING, device=device),
             "bias_ids": torch.full((num_slots, 1), NOTHING, device=device),
             "bias_values": torch.zeros(num_slots, 1, device=device),
             "bad_words": torch.full((num_slots, 1, 1), NOTHING, device=device),
         }
+        self._written: dict[tuple[str, int], list[Any]] = {}  # of the ragged ones: what lies there is not written again
         self._params: dict[int, SamplingParams] = {}
         self._recent: tuple[tuple[int, ...], Rules] | None = None
 
@@ -156,8 +157,8 @@ class RuleTable:
             "prompt_lengths": prompt_length,
             "min_tokens": params.min_tokens,
         }
-        for name, value in values.items():
-            self._columns[name][slot] = value
+        for dtype, names in _SCALARS.items():
+            put([values[name] for name in names], self._scalars[dtype][slot])
         self._write_ragged("stop_ids", slot, list(stop_ids))
         self._write_ragged("bias_ids", slot, list(params.logit_bias))
         self._write_ragged("bias_values", slot, list(params.logit_bias.values()))
@@ -166,7 +167,9 @@ class RuleTable:
             "bad_words", slot, [[NOTHING] * (width - len(word)) + list(word) for word in bad_words] or [[NOTHING]]
         )
 
-    def _write_ragged(self, name: str, slot: int, value: list[object]) -> None:
+    def _write_ragged(self, name: str, slot: int, value: list[Any]) -> None:
+        if self._written.get((name, slot), _EMPTY[name]) == value:
+            return
         table = self._ragged[name]
         fill = 0.0 if table.is_floating_point() else NOTHING
         row = upload(value, self._device, table.dtype)
@@ -177,6 +180,7 @@ class RuleTable:
             self._ragged[name] = table = grown
         table[slot] = fill
         _place(table, slice(slot, slot + 1), row[None])
+        self._written[name, slot] = value
 
     def holds(self, slot: int) -> bool:
         """Whether rules were ever written for `slot`."""
