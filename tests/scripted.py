@@ -101,6 +101,10 @@ class ScriptedDrafter:
         """Nothing is cached, so nothing is missing."""
         return 0
 
+    def slack(self, num_rows: int) -> int:
+        """Nothing is missing."""
+        return 0
+
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed nothing."""
 

@@ -194,6 +194,24 @@ def test_a_round_is_one_replay_and_nobody_waits(narrow: tuple[str, str], specula
         assert llm.engine.graphs.num_replays - replays == llm.engine.figures.rounds - rounds >= steps > 5
 
 
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "rules"])
+def test_texts_come_and_go_and_nobody_waits(narrow: tuple[str, str], settings: dict) -> None:
+    """A number assigned to a place on the card waits for the card: whoever came held up the others for a round."""
+    with LLM(*narrow, dtype="bfloat16", num_speculative_tokens=4, max_num_seqs=4, enable_prefix_caching=False) as llm:
+        texts(llm, 4, settings)
+        params = SamplingParams(max_tokens=30, ignore_eos=True, speculation=4, **settings)
+        sequences = [llm.intake.sequences(llm.intake.request(prompt, params))[0] for prompt in PROMPTS * 2]
+        try:
+            watch_for_waits()
+            for sequence in sequences:
+                llm.engine.add(sequence)
+            while llm.engine.busy:
+                llm.engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [len(one.output) for one in sequences] == [30] * len(sequences)
+
+
 def test_nothing_is_compiled_once_an_engine_stands(narrow: tuple[str, str]) -> None:
     """A compilation in the middle of texts holds everybody up for seconds: whatever a draft must read is foreseen."""
     from triton import knobs

@@ -128,6 +128,31 @@ def test_a_draft_that_rests_and_reads_what_it_lacks_by_captured_passes(monkeypat
         assert llm.engine.figures.accepted > 0
 
 
+@pytest.mark.parametrize(("rows", "free"), [(1, True), (3, True), (4, True), (5, False)])
+def test_what_few_rows_lack_after_a_plain_round_is_fed_with_the_guesses(
+    rows: int, free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that is the target is always right, unless its cache has a hole."""
+    how = {"tokenizer": byte_tokenizer(), "max_num_seqs": 8, "enable_prefix_caching": False, "max_model_len": LONGEST}
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    with LLM(tiny_target(), tiny_draft(tiny_target(), "same"), **how) as llm:
+        drafter, rounds, fed = llm.engine.drafter, 0, []
+        drafter.tune([1, 2, 4, 8], LONGEST)
+        catch_up = drafter.catch_up
+        monkeypatch.setattr(drafter, "catch_up", lambda given, counts: (fed.append(counts), catch_up(given, counts)))
+
+        def choose(_: Controller, __: Any, wishes: Any) -> Choice:
+            nonlocal rounds
+            rounds += 1
+            return Choice([min(3, wish.most) if rounds % 3 == 1 else 0 for wish in wishes])  # two plain rounds between
+
+        monkeypatch.setattr(Controller, "choose", choose)
+        llm.generate(prompt_token_ids=prompts()[1 : 1 + rows], sampling_params=params, progress=False)
+        assert llm.engine.figures.accepted == llm.engine.figures.drafted > 0
+        assert max(map(max, fed)) > 2  # the prompts
+        assert (min(map(max, fed)) > 2) is free
+
+
 def test_passes_over_several_texts_are_captured_when_they_come_and_one_that_fails_is_fed_as_ever(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

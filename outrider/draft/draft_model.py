@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["DraftModelDrafter"]
 
 REFED = 2  # tokens fed at the start of every chain: after full acceptance the cache lacks the last two
+REFED_FREE = 4  # so many where a captured pass costs no more for it: after a plain round or two nothing need be read
+FREE_PASS = 16  # tokens of such a pass, at most: as many as kernels compute in any case
 
 
 class DraftModelDrafter(WithCache):
@@ -61,6 +63,7 @@ class DraftModelDrafter(WithCache):
         self._shape = shape if self.device_side else None
         refed = REFED if self._shape is None else self._shape.depth(longest) + 1
         self._fed_first = refed if own_cache else 1
+        self._buckets: list[int] = []  # rows of captured rounds
         self.name = name
         self._shortlist = None if shortlist is None else shortlist.to(runner.device)
         self._target_vocab_size = target_vocab_size
@@ -69,12 +72,23 @@ class DraftModelDrafter(WithCache):
 
     def tune(self, num_rows: Sequence[int], places: int) -> None:
         """Make a chain's passes fast: of the first few tokens a row, then of one."""
-        passes = sorted({(rows, width) for rows in num_rows for width in (1, self._fed_first)})
+        self._buckets = sorted(num_rows)
+        passes = sorted({(rows, width) for rows in num_rows for width in (1, self._window(rows))})
         self.runner.tune(passes, places, num_rows if self._own_cache else ())
 
     def missing(self, slot: int, length: int) -> int:
         """Count what is not cached, but for what a chain feeds itself."""
         return max(0, length - self._fed_first - self._cached.get(slot, 0)) if self._own_cache else 0
+
+    def slack(self, num_rows: int) -> int:
+        """Count what a chain's first pass feeds beyond what it must."""
+        return self._window(num_rows) - self._fed_first
+
+    def _window(self, num_rows: int) -> int:
+        """Give the tokens a row of a chain's first pass, in a round of so many rows."""
+        bucket = next((one for one in self._buckets if one >= num_rows), FREE_PASS)
+        free = self._own_cache and not self.makes_trees and bucket * REFED_FREE <= FREE_PASS
+        return max(self._fed_first, REFED_FREE) if free else self._fed_first
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed the next tokens that are not cached; on a card, rows that lack about as many share a pass.
@@ -99,7 +113,8 @@ class DraftModelDrafter(WithCache):
             return self._tree(self._shape, rows, num_tokens)
         device = self.runner.device
         chain, tables = Chain(rows, device), rows.tables.to(device)
-        positions = (chain.lengths - torch.arange(self._fed_first, 0, -1, device=device)).clamp(min=0)
+        window = torch.arange(self._window(len(rows.slots)), 0, -1, device=device)
+        positions = (chain.lengths - window).clamp(min=0)
         context = max(rows.host_lengths)
         for step in range(num_tokens):
             fed = self._known(chain.tokens.gather(1, positions))

@@ -111,6 +111,9 @@ class Drafter(Protocol):
     def missing(self, slot: int, length: int) -> int:
         """Count the tokens to feed before it can draft for a slot whose row has `length` tokens; 0 without a cache."""
 
+    def slack(self, num_rows: int) -> int:
+        """Count the missing tokens that a row need not be fed before a round of so many rows: guessing feeds them."""
+
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed the next `counts` of the tokens that each row's cache is missing."""
 
@@ -181,6 +184,10 @@ class WithCache:
         """Count the first tokens of a slot's row whose entries the cache holds."""
         return self._cached.get(slot, 0)
 
+    def slack(self, num_rows: int) -> int:
+        """Whatever is missing is fed first."""
+        return 0
+
     def adopt(self, slot: int, num_tokens: int) -> None:
         """Take the entries of a slot's first tokens as they are."""
         self._cached[slot] = max(num_tokens, self.kept(slot))
@@ -208,6 +215,10 @@ class WithoutCache:
 
     def missing(self, slot: int, length: int) -> int:
         """Nothing is cached, so nothing is missing."""
+        return 0
+
+    def slack(self, num_rows: int) -> int:
+        """Nothing is missing."""
         return 0
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:

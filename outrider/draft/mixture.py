@@ -79,6 +79,10 @@ class MixtureDrafter:
         """Count what the part that lacks most lacks; one that the text has outgrown lacks nothing."""
         return max((part.missing(slot, length) for part in self.parts if self._reaches(part, length)), default=0)
 
+    def slack(self, num_rows: int) -> int:
+        """Count what no part that keeps anything need be fed."""
+        return min((part.slack(num_rows) for part in self.parts if part.bytes_per_slot), default=0)
+
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed each part what it lacks, no more than `counts`."""
         for part in self.parts:

@@ -99,7 +99,7 @@ class Speculator:
 
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
         """
-        wishes = [Wish(one, most := self._most(one), self._lag(one, most)) for one in ready]
+        wishes = [Wish(one, most := self._most(one), self._lag(one, most, len(ready))) for one in ready]
         wanted, probe = self._lengths(ready, wishes)
         lagging: dict[int, list[tuple[Sequence, int]]] = {}
         for place, sequence in enumerate(ready):
@@ -119,13 +119,14 @@ class Speculator:
         fed = tuple(count for rows in lagging.values() for _, count in rows)
         return Decision(wanted, party, probe, feeding, fed)
 
-    def _lag(self, sequence: Sequence, most: int) -> int:
-        """Count what a row's drafter must read before it can guess for it."""
+    def _lag(self, sequence: Sequence, most: int, num_rows: int) -> int:
+        """Count what a row's drafter must read before it can guess for it, in a round of so many rows."""
         drafter = self._drafter_of(sequence)
         if not most or drafter is None or sequence.slot is None:
             return 0
         try:
-            return drafter.missing(sequence.slot, sequence.settled)
+            missing = drafter.missing(sequence.slot, sequence.settled)
+            return missing if missing > drafter.slack(num_rows) else 0
         except Exception as error:  # noqa: BLE001 - whatever a drafter does, requests go on
             self.failed(drafter, error)
             return 0

@@ -110,8 +110,7 @@ class DeviceState:
         sequence.slot = slot
         self._holders[slot] = sequence
         put(sequence.tokens, self.tokens[slot, : len(sequence)])
-        self.lengths[slot] = len(sequence)
-        self.limits[slot] = sequence.limit
+        self._measure(slot, len(sequence), sequence.limit)
         request = sequence.request
         self.rules.write(
             slot,
@@ -126,10 +125,15 @@ class DeviceState:
         """Take the slot back; its blocks are no longer written."""
         assert sequence.slot is not None
         self.tables[sequence.slot] = TRASH_BLOCK
-        self.lengths[sequence.slot] = self.limits[sequence.slot] = 1
+        self._measure(sequence.slot, 1, 1)
         del self._holders[sequence.slot]
         self._free.append(sequence.slot)
         sequence.slot = None
+
+    def _measure(self, slot: int, length: int, limit: int) -> None:
+        """Set a slot's length and limit. Not by assignment: to a single number on a card that waits for the card."""
+        self.lengths[slot].fill_(length)
+        self.limits[slot].fill_(limit)
 
     def extend(self, sequence: Sequence, blocks: Seq[int]) -> None:
         """Append blocks to a sequence's table."""

@@ -29,7 +29,7 @@ MOST_ROWS = 8
 FEW_IDS = 64  # tokens of a check: ids that every vocabulary has
 TOLERANCE = 0.02  # of a check, relative to the largest number: the kernels are the same, the shapes almost
 MOST_TOKENS = 512  # a pass of more keeps the card busy for longer than the host needs to launch it
-WIDTHS = (16, 32)  # tokens a row of a pass that goes on with texts: on an H200 one of 64 takes as long as two of 32
+WIDTHS = (4, 16, 32)  # tokens a row of a pass that goes on with texts: on an H200 one of 64 takes as long as two of 32
 MOST_GOING_ON, MOST_PASSES = 1024, 8  # tokens of such a pass, and how many of them one after another
 
 
