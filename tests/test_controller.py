@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.engine.controller import Controller, Party, RoundTimes, Wish
+from outrider.engine.controller import Choice, Controller, Party, RoundTimes, Wish
 from outrider.engine.cost import CHAIN, Grid, PassShape, RoundCosts
 from tests.round_simulation import Machine, Text, compared, run
 from tests.scripted import generate_together
@@ -272,6 +272,29 @@ def test_unclean_rounds_teach_no_costs() -> None:
     assert controller.costs.pass_seconds(PassShape(1, 0)) == before
 
 
+def test_what_a_draft_reads_on_a_card_is_what_two_rounds_were_late_by() -> None:
+    """Its launches hold up the reading of the round before, its work the round itself; neither is slower for it."""
+    grids = {CHAIN: Grid({(1, 0): 1.0}, stepped=True), "draft": Grid({(1, 1): 1.2}, stepped=True)}
+    controller = Controller(RoundCosts(grids, feeds={"draft": (0.5, 0.0)}))
+    party = Party("draft", 1, 1, inside=True)
+    for _ in range(50):
+        controller.took(party, False, RoundTimes(1.0, 0.0, 0.0, 0, 0, 0, 1, apart=False))
+        controller.took(party, False, RoundTimes(4.0, 0.0, 0.0, 0, 0, 0, 1, apart=False, delayed=True))
+        controller.took(party, False, RoundTimes(1.7, 0.0, 0.1, 1, 1, 1, 2, fed=(20,), apart=False))
+    assert controller.costs.feed_seconds("draft", 20) == pytest.approx(3.5, rel=0.1)
+    assert controller.costs.pass_seconds(PassShape(1, 0)) == pytest.approx(1.0, rel=0.02)
+    assert controller.costs.pass_seconds(PassShape(1, 1, "draft")) == pytest.approx(1.2, rel=0.02)
+
+
+def test_a_round_that_was_late_for_nothing_that_is_known_says_nothing_of_reading() -> None:
+    grids = {CHAIN: Grid({(1, 0): 1.0}, stepped=True), "draft": Grid({(1, 1): 1.2}, stepped=True)}
+    controller = Controller(RoundCosts(grids, feeds={"draft": (0.5, 0.0)}))
+    party = Party("draft", 1, 1, inside=True)
+    controller.took(party, False, RoundTimes(9.0, 0.0, 0.0, 0, 0, 0, 1, clean=False, apart=False, delayed=True))
+    controller.took(party, False, RoundTimes(1.7, 0.0, 0.1, 1, 1, 1, 2, fed=(20,), apart=False))
+    assert controller.costs.feed_seconds("draft", 20) == pytest.approx(0.5)
+
+
 # --- in an engine
 
 
@@ -341,3 +364,25 @@ def test_rounds_are_timed_as_they_run(depth: int, tmp_path: Path, monkeypatch: p
     assert not told[0][1].clean and any(times.clean for _, times in told)
     assert {times.asked for _, times in told} <= {0, 1, 2, 3} and all(times.seconds > 0 for _, times in told)
     assert all(times.rows_asked == (times.asked > 0) for _, times in told)
+
+
+def test_the_round_before_one_whose_draft_reads_first_is_told_as_held_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from functools import partial
+
+    from outrider.engine.engine import Engine
+
+    monkeypatch.setattr("outrider.llm.Engine", partial(Engine, depth=1))
+    told: list[RoundTimes] = []
+    with paired(tmp_path, monkeypatch) as llm:
+        controller = llm.engine.speculator._controller
+        assert controller is not None
+        controller.took = lambda party, probe, times: told.append(times)  # type: ignore[method-assign]
+        controller.choose = lambda party, wishes: Choice(  # type: ignore[method-assign]
+            [0 if len(told) % 6 else min(2, wish.most) for wish in wishes]
+        )
+        llm.generate([[65, 66]], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    late = [place for place, times in enumerate(told) if times.delayed]
+    assert late and all(told[place + 1].fed for place in late)
+    assert not any(times.apart for times in told)

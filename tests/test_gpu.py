@@ -194,7 +194,7 @@ def test_a_round_is_one_replay_and_nobody_waits(narrow: tuple[str, str], specula
         assert llm.engine.graphs.num_replays - replays == llm.engine.figures.rounds - rounds >= steps > 5
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "rules"])
+@pytest.mark.parametrize("settings", SETTINGS[:2], ids=["greedy", "sampled"])
 def test_texts_come_and_go_and_nobody_waits(narrow: tuple[str, str], settings: dict) -> None:
     """A number assigned to a place on the card waits for the card: whoever came held up the others for a round."""
     with LLM(*narrow, dtype="bfloat16", num_speculative_tokens=4, max_num_seqs=4, enable_prefix_caching=False) as llm:

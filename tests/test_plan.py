@@ -439,6 +439,7 @@ def test_a_plan_that_does_not_fit_says_what_would_and_it_does() -> None:
      (("--shape", "tiny", "--gpu", "L4", "--device", "cpu"), "name two places"),
      (("--shape", "tiny", "--device", "cuda:63"), "device 'cuda:63'"),
      (("--shape", "tiny", "--max-model-len", "99999999"), "beyond the model's context"),
+     (("--shape", "tiny", "--context", "99999999"), "context=99999999 is beyond the model's context"),
      (("--shape", "tiny", "--draft-shape", "tiny", "--speculative-model", "x"), "the draft is given twice")],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_two(arguments: tuple[str, ...], words: str) -> None:

@@ -80,7 +80,7 @@ def planned(
     shape: str | None = None,
     draft_shape: str | None = None,
     card: Card | None = None,
-    context: int = CONTEXT,
+    context: int | None = None,
 ) -> Plan:
     """Make a plan.
 
@@ -88,10 +88,10 @@ def planned(
         arguments: What `LLM` would be given.
         shape, draft_shape: Sizes in place of models, see `outrider.bench.shapes`.
         card: The card to plan for; None plans for this machine, or `arguments["device"]` of it.
-        context: Tokens of context that speedups are predicted for.
+        context: Tokens of context that speedups are predicted for; by default 1024, or as many as the model knows.
 
     Raises:
-        ConfigError: A setting is out of range, or contradicts another.
+        ConfigError: A setting is out of range, or contradicts another; the context is beyond the model's.
         ModelLoadError: A model is missing or broken.
         UnsupportedModelError: A model cannot be served.
     """
@@ -102,10 +102,15 @@ def planned(
     source = _source(arguments.get("model"), shape, arguments)
     how: dict[str, Any] = {"device": device, "here": card is None}
     target = model_footprint(source, dtype=arguments.get("dtype"), quantization=arguments.get("quantization"), **how)
+    if context is not None and context > target.context_length:
+        raise ConfigError(
+            f"context={context} is beyond the model's context of {target.context_length} tokens; ask for no more"
+        )
     words = source.words
     draft, drafts_words = _draft(arguments, speculation, draft_shape, target, how)
     request = _Request(target, draft, _engine_config(arguments, device), speculation, place)
     bill = request.bill()
+    looking_back = min(CONTEXT, target.context_length) if context is None else context
     machine = card or (known_card(place.name) if device.type == "cuda" else None)
     return Plan(
         target=target.name,
@@ -113,7 +118,7 @@ def planned(
         method=speculation.method,
         bill=bill,
         overlap=overlap(words, drafts_words) if words and drafts_words else None,
-        forecasts=forecasts(target, draft, speculation, machine.machine if machine else None, context),
+        forecasts=forecasts(target, draft, speculation, machine.machine if machine else None, looking_back),
         machine=machine.machine if machine else None,
         candidates=tuple(candidates(f"{shape}-instruct" if shape in _named_shapes() else target.name)),
         remedies=() if bill.fits else tuple(_remedies(request, bill)),

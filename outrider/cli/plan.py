@@ -72,8 +72,10 @@ class PlanOptions:
                show_default="this machine", rich_help_panel=PLANNING),
     ] = None  # fmt: skip
     context: Annotated[
-        int, Option(help="Tokens of context that speedups are predicted for.", min=0, rich_help_panel=PLANNING)
-    ] = 1024
+        int | None,
+        Option(help="Tokens of context that speedups are predicted for.", min=0, show_default="1024",
+               rich_help_panel=PLANNING),
+    ] = None  # fmt: skip
     as_json: Annotated[bool, Option("--json", help="Print one JSON object.", rich_help_panel=PLANNING)] = False
     traceback: Annotated[bool, Option("--traceback", help="Show where an error arose.")] = False
 
