@@ -25,6 +25,7 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.growing import begun, filled, kept  # noqa: E402
+from benchmarks.round_runs import facts_of  # noqa: E402
 from benchmarks.terminal import Console, Table  # noqa: E402
 
 if TYPE_CHECKING:
@@ -46,13 +47,7 @@ def main() -> None:
     target = _pair(options)
     lengths = sorted(random.Random(options.seed).sample(range(options.shortest, options.longest + 1), options.count))
     for engine in options.engines:
-        first_token: Callable[[list[int]], float] | None = ENGINES[engine](target, options)
-        for turn in range(2):
-            for length in random.Random(turn).sample(lengths, len(lengths)):
-                assert first_token is not None
-                seconds = first_token(_prompt(length, turn))
-                record["cells"].append({"engine": engine, "length": length, "seen": bool(turn), "seconds": seconds})
-        first_token = None  # its memory is for the next
+        record["cells"] += _measured(engine, target, lengths, options)
         kept(record, date, began, options)
     console.print(prompts_table(record["cells"]))
     console.print(f"Record: {kept(record, date, began, options)}", soft_wrap=True)
@@ -72,18 +67,23 @@ def prompts_table(cells: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _measured(engine: str, target: Path, lengths: list[int], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Open an engine, time all lengths and then all of them again; its memory is free again afterwards."""
+    first_token = ENGINES[engine](target, options)
+    return [
+        {"engine": engine, "length": length, "seen": bool(turn), "seconds": first_token(_prompt(length, turn))}
+        for turn in range(2)
+        for length in random.Random(turn).sample(lengths, len(lengths))
+    ]
+
+
 def _pair(options: argparse.Namespace) -> Path:
-    from outrider.bench.pair import read_facts, write_pair
+    from outrider.bench.pair import write_pair
     from outrider.bench.shapes import parse_shape
-    from outrider.errors import ModelLoadError
 
     target: Path = options.work / "target"
-    try:
-        if read_facts(target)["shape"] == parse_shape(options.target):
-            return target
-    except ModelLoadError:
-        pass
-    write_pair(options.work, target=options.target, draft=options.draft, num_prompts=1, force=True)
+    if facts_of(target).get("shape") != parse_shape(options.target):
+        write_pair(options.work, target=options.target, draft=options.draft, num_prompts=1, force=True)
     return target
 
 

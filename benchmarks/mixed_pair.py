@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from outrider.bench.pair import Saying, open_pair, read_facts, write_draft, write_pair
+from benchmarks.round_runs import facts_of
+from outrider.bench.pair import Saying, open_pair, write_draft, write_pair
 from outrider.bench.saying import STRETCH
 from outrider.bench.shapes import parse_shape
-from outrider.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,8 @@ def mixed_pair(
     small = parse_shape(draft, shape.vocab)
     wanted = {"draft": small.record(), "seed": seed, "dtype": dtype, "agreements": list(agreements)}
     place, folder = {"seed": seed, "device": device}, work / "mixed-draft"
-    if _known(work / "target") != (shape, seed, dtype):
+    known = facts_of(work / "target")
+    if [known.get(name) for name in ("shape", "seed", "dtype")] != [shape, seed, dtype]:
         write_pair(
             work, target=shape, draft=small, agreement=1.0, num_prompts=1, dtype=dtype, force=True, **place  # type: ignore[arg-type]
         )  # fmt: skip
@@ -118,14 +119,6 @@ def _head(folder: Path) -> tuple[Path, int, tuple[int, int]]:
             rows = header[HEAD]["shape"][0]
             return path, 8 + size + begin, (rows, (end - begin) // rows)
     raise SystemExit(f"{folder} has no {HEAD}")
-
-
-def _known(folder: Path) -> tuple[Any, ...]:
-    try:
-        facts = read_facts(folder)
-    except ModelLoadError:
-        return ()
-    return facts["shape"], facts["seed"], facts["dtype"]
 
 
 def _made(folder: Path) -> Any:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["clocked", "ours", "prompts_of", "setup", "stock", "tell", "wait"]
+__all__ = ["clocked", "facts_of", "ours", "prompts_of", "setup", "stock", "tell", "wait"]
 
 COPY_BYTES = 2 << 30
 
@@ -67,24 +67,26 @@ def _draft(job: dict[str, Any], work: Path, agreement: float) -> Path:
 
     shape = parse_shape(job["target"])
     small = parse_shape(job["draft"], shape.vocab)
-    if _facts(work / "target")[:2] != (shape, job["seed"]):
+    target = facts_of(work / "target")
+    if (target.get("shape"), target.get("seed")) != (shape, job["seed"]):
         write_pair(work, target=shape, draft=small, agreement=agreement, seed=job["seed"], num_prompts=2, force=True)
     folder = work / f"draft-{agreement:g}"
     for there in (work / "draft", folder):
-        if _facts(there) == (small, job["seed"], agreement):
+        facts = facts_of(there)
+        if [facts.get(name) for name in ("shape", "seed", "agreement")] == [small, job["seed"], agreement]:
             return there
     return write_draft(folder, target=work / "target", draft=small, agreement=agreement, force=True).draft
 
 
-def _facts(folder: Path) -> tuple[Any, ...]:
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Give what a pair's folder was written with; nothing where there is none."""
     from outrider.bench.pair import read_facts
     from outrider.errors import ModelLoadError
 
     try:
-        facts = read_facts(folder)
+        return read_facts(folder)
     except ModelLoadError:
-        return ()
-    return facts["shape"], facts["seed"], facts.get("agreement")
+        return {}
 
 
 def _weight_bytes(folder: Path | str) -> dict[str, int]:

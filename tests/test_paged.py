@@ -18,7 +18,7 @@ from outrider.model.paged import PagedStep
 def test_a_prompt_attends_by_what_makes_no_plan_for_its_length(
     begin: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuDNN's attention takes a tenth of a second to plan for each length that it has not met (H200, torch 2.11)."""
+    """cuDNN's attention takes 50 ms and more to plan for each length that it has not met (H200, torch 2.11)."""
     steps, dim = 80, 16
     generator = torch.Generator().manual_seed(0)
     cache = KVCache([LayerShape(2, dim, dim, None, None)], RESERVED + 8, torch.float32, torch.device("cpu"))

@@ -88,7 +88,7 @@ class DraftModelDrafter(WithCache):
         """Give the tokens a row of a chain's first pass, in a round of so many rows."""
         bucket = next((one for one in self._buckets if one >= num_rows), FREE_PASS)
         free = self._own_cache and not self.makes_trees and bucket * REFED_FREE <= FREE_PASS
-        return max(self._fed_first, REFED_FREE) if free else self._fed_first
+        return REFED_FREE if free else self._fed_first
 
     def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
         """Feed the next tokens that are not cached; on a card, rows that lack about as many share a pass.

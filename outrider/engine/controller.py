@@ -99,6 +99,10 @@ class Party:
         kind = self.drafter if num_tokens and (self.trees or self.inside) else CHAIN
         return PassShape(self.num_rows, num_tokens, kind, self.drawn, self.context)
 
+    def calls(self, num_lagging: int) -> int:
+        """In how many calls the drafter reads what so many rows lack: on a card they are read together."""
+        return min(1, num_lagging) if self.inside else num_lagging
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -271,8 +275,7 @@ class Controller:
             lost, right = taken - plain * times.tokens / party.num_rows, times.tokens > party.num_rows
             self._trials[party.drafter].read(lost, feeding, plain, right=right, num_rows=party.num_rows)
         if times.clean and times.fed:
-            calls = 1 if party.inside else len(times.fed)
-            self.costs.took_feed(party.drafter, sum(times.fed), calls, feeding)
+            self.costs.took_feed(party.drafter, sum(times.fed), party.calls(len(times.fed)), feeding)
         if measured:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)

@@ -25,12 +25,12 @@ from outrider.draft.drafter import PartedDrafter
 from outrider.engine.cost import CHAIN, DRAFT_LENGTHS, NEAR, Grid, RoundCosts
 from outrider.engine.profile import FAR, clear_blocks
 from outrider.engine.round import Drafting, RoundPlan, RoundResult, propose, verify
-from outrider.kernels.attention import BLOCK_SIZE
+from outrider.kernels.attention import BLOCK_SIZE, power_of_2
 from outrider.kernels.compilers import dismiss
 from outrider.model.kv_cache import RESERVED, TRASH_BLOCK, blocks_for
 from outrider.proposal import Proposal
 from outrider.sampling.rules import RuleFlags
-from outrider.sampling.upload import upload
+from outrider.sampling.upload import put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -179,7 +179,7 @@ class RoundGraphs:
         drafted = any(wanted)
         if drafted and (self._drafter is None if proposal is None else proposal.probs is not None):
             return None
-        num_rows = self._num_rows if self._exact else 1 << (len(sequences) - 1).bit_length()
+        num_rows = self._num_rows if self._exact else power_of_2(len(sequences))
         num_rows = min(num_rows, self._num_rows)
         slots = self._state.places(sequences, num_rows)
         most = max(wanted) if proposal is None else proposal.num_tokens
@@ -264,8 +264,8 @@ class RoundGraphs:
         """Tell the device who takes part, unless it was the same the last time."""
         if self._sent == (slots, allowance):
             return
-        self._index[: len(slots)].copy_(upload(slots, self._state.device))
-        self._allowance[: len(slots)].copy_(upload(allowance, self._state.device))
+        put(slots, self._index[: len(slots)])
+        put(allowance, self._allowance[: len(slots)])
         self._sent = (slots, allowance)
 
     def _ready(self, bucket: Bucket) -> _Captured | None:

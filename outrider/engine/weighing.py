@@ -40,8 +40,9 @@ class Weighing:
         self._lengths = lengths
         shares = [1 / pace for pace in paces]  # of a round, that a row's token takes
         self._weights = [one * len(shares) / sum(shares) for one in shares]
-        # What is to be read first is spread over all that the row is still to say. On a card rows are read in one call.
-        calls = 1 / max(1, sum(wish.lag > 0 for wish in wishes)) if party.inside else 1
+        # What is to be read first is spread over all that the row is still to say; calls are shared by those who lag.
+        lagging = sum(wish.lag > 0 for wish in wishes)
+        calls = party.calls(lagging) / max(1, lagging)
         self._lags = [costs.feed_seconds(party.drafter, wish.lag, calls) / wish.left for wish in wishes]
         self._passes: dict[int, float] = {}  # by guesses: asked for again and again
 
@@ -108,11 +109,11 @@ class Weighing:
     def reading(self, members: Seq[int]) -> float:
         """Seconds until the drafters of these rows have read what they lack."""
         lags = [lag for row in members if (lag := self._wishes[row].lag)]
-        return self._costs.feed_seconds(self._party.drafter, sum(lags), 1 if self._party.inside else len(lags))
+        return self._costs.feed_seconds(self._party.drafter, sum(lags), self._party.calls(len(lags)))
 
     def _reading(self, row: int) -> float:
         """Seconds until a row's drafter has read what it lacks; on a card, beside others that are read in any case."""
-        calls = 0 if self._party.inside else 1
+        calls = self._party.calls(2) - self._party.calls(1)
         return self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag, calls)
 
     def _gain(self, row: int, length: int) -> float:

@@ -23,6 +23,7 @@ __all__ = [
     "MAX_TREE",
     "Tiling",
     "paged_attention",
+    "power_of_2",
     "reference_attention",
     "seen_places",
     "slots_of",
@@ -75,10 +76,10 @@ class Tiling:
             places: What a row's table holds: the longest context there may be.
             most_rows: The most tile rows that fit; without effect in exact mode.
         """
-        block_m = EXACT_BLOCK_M if fixed_length is not None else min(most_rows, max(16, _power_of_2(members)))
+        block_m = EXACT_BLOCK_M if fixed_length is not None else min(most_rows, max(16, power_of_2(members)))
         if itemsize > 2:
             block_m = 16  # fp32 products have no tensor cores: keep their operands in registers
-        block_n = max(16, min(64, 16384 // (_power_of_2(width) * itemsize)))
+        block_n = max(16, min(64, 16384 // (power_of_2(width) * itemsize)))
         programs = heads if fixed_length is not None else rows * heads * -(-members // block_m)
         wanted = max(1, PROGRAMS_PER_SM * processors // programs)
         allowed = SPLITS if places >= LONG else SPLITS[1:]
@@ -86,7 +87,8 @@ class Tiling:
         return cls(block_m, block_n, splits, 1 if block_m == 16 else 2)
 
 
-def _power_of_2(least: int) -> int:
+def power_of_2(least: int) -> int:
+    """Give the smallest one that is not below `least`."""
     return 1 << (least - 1).bit_length()
 
 

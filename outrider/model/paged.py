@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedStep"]
 
-# cuDNN's attention makes a plan for every shape it meets: a tenth of a second for each new length of a prompt (H200).
+# cuDNN's attention makes a plan for every shape it meets: 50 ms and more for each new length of a prompt (H200).
 _WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

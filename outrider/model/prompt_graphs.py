@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from outrider.kernels.attention import slots_of
+from outrider.kernels.attention import power_of_2, slots_of
 from outrider.model.kv_cache import BLOCK_SIZE, RESERVED, TRASH_BLOCK, blocks_for
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class _Captured:
     positions: torch.Tensor
     tables: torch.Tensor
     start: Callable[[], object]
+
+    def seat(self, tables: torch.Tensor) -> None:
+        """Let the first rows have these tables ``[B, blocks]``; what is behind them belongs to nobody."""
+        self.tables.fill_(TRASH_BLOCK)
+        self.tables[: tables.shape[0], : tables.shape[1]] = tables
 
 
 class PromptGraphs:
@@ -86,7 +91,7 @@ class PromptGraphs:
                 self._captured |= {_Size(rows, length): None for length in lengths}
                 for length in lengths[::-1] if rows == 1 else lengths[-1:]:
                     self._captured[_Size(rows, length)] = self._capture(_Size(rows, length))
-            for rows in sorted(set(map(_power_of_2, going_on))):
+            for rows in sorted(set(map(power_of_2, going_on))):
                 for width in (one for one in WIDTHS if one <= longest and rows * one <= MOST_GOING_ON):
                     size = _Size(rows, width, goes_on=True)
                     self._captured[size] = self._capture(size)
@@ -99,14 +104,12 @@ class PromptGraphs:
         """Feed the first tokens ``[B, T]`` of rows with these tables; False where no captured pass is large enough."""
         num_rows, num_tokens = tokens.shape
         length = next((one for one in LENGTHS if one >= num_tokens), 0)
-        one = self._ready(_Size(_power_of_2(num_rows), length))
+        one = self._ready(_Size(power_of_2(num_rows), length))
         if one is None:
             return False
         one.tokens[:num_rows, :num_tokens] = tokens
         # What is fed beyond a row's end goes into its last block, to be written again, or where nobody reads.
-        blocks = min(blocks_for(num_tokens), tables.shape[1])
-        one.tables.fill_(TRASH_BLOCK)
-        one.tables[:num_rows, :blocks] = tables[:, :blocks]
+        one.seat(tables[:, : blocks_for(num_tokens)])
         one.start()
         self.num_replays += 1
         return True
@@ -117,7 +120,7 @@ class PromptGraphs:
         False where no captured pass is large enough; nothing is fed then.
         """
         num_rows, num_tokens = tokens.shape
-        rows = _power_of_2(num_rows)
+        rows = power_of_2(num_rows)
         widths = [width for width in WIDTHS if _Size(rows, width, goes_on=True) in self._captured]
         width = next((one for one in widths if one >= num_tokens), max(widths, default=0))
         if num_tokens > MOST_PASSES * width or tables.shape[1] > self._num_blocks:
@@ -125,8 +128,7 @@ class PromptGraphs:
         one = self._ready(_Size(rows, width, goes_on=True))
         if one is None:
             return False
-        one.tables.fill_(TRASH_BLOCK)
-        one.tables[:num_rows, : tables.shape[1]] = tables
+        one.seat(tables)
         one.positions[num_rows:] = 0  # nobody looks back far
         for begin in range(0, num_tokens, width):
             end = min(begin + width, num_tokens)
@@ -153,8 +155,7 @@ class PromptGraphs:
         tokens = torch.zeros(size.rows, size.length, dtype=torch.long, device=self._device)
         tables = torch.full((size.rows, blocks), TRASH_BLOCK, dtype=torch.long, device=self._device)
         positions = torch.arange(size.length, device=self._device).repeat(size.rows, 1)
-        context = blocks * BLOCK_SIZE if size.goes_on else size.length
-        start = self._recorded(lambda: self._feed(tokens, positions, tables, context))
+        start = self._recorded(lambda: self._feed(tokens, positions, tables, blocks * BLOCK_SIZE))
         return _Captured(tokens, positions, tables, start)
 
     def _check(self, cache: KVCache) -> None:
@@ -164,7 +165,7 @@ class PromptGraphs:
         """
         for size in {(one.rows, one.goes_on): one for one, there in self._captured.items() if there}.values():
             rows, length = size.rows, size.length
-            blocks = rows * length // BLOCK_SIZE
+            blocks = rows * blocks_for(length)
             if RESERVED + blocks > cache.num_blocks:
                 continue
             tables = torch.arange(RESERVED, RESERVED + blocks, device=self._device).view(rows, -1)
@@ -182,10 +183,6 @@ class PromptGraphs:
                 if not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * float(one.abs().max())):
                     raise RuntimeError(f"a captured pass over {rows} x {length} tokens does not do what it should")
         self.num_replays = 0
-
-
-def _power_of_2(least: int) -> int:
-    return 1 << (least - 1).bit_length()
 
 
 class GraphRecorder:

@@ -198,12 +198,12 @@ class TorchRunner:
         start: int | None = None,
     ) -> None:
         """Run the model for its keys and values alone; arguments as for `forward`."""
-        begins_texts = context == tokens.shape[1]  # the highest position is no higher than that
-        if self._prompts is not None and begins_texts and self._prompts.replay(tokens, tables):
-            return
-        if self._prompts is not None and not begins_texts and self._prompts.go_on(tokens, positions, tables):
-            return
-        self._feed(tokens, positions, tables, context, start)
+        prompts, begins_texts = self._prompts, context == tokens.shape[1]  # the highest position is no higher than that
+        captured = prompts is not None and (
+            prompts.replay(tokens, tables) if begins_texts else prompts.go_on(tokens, positions, tables)
+        )
+        if not captured:
+            self._feed(tokens, positions, tables, context, start)
 
     @torch.inference_mode()
     def _feed(
