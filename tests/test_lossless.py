@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 
 from outrider.draft.ngram import NGramDrafter
 from outrider.llm import LLM
+from outrider.model.kv_cache import BLOCK_SIZE
+from outrider.model.prompt_graphs import PromptGraphs
 from outrider.proposal import Proposal
 from outrider.sampling.grammar import Grammar
 from outrider.sampling.params import SamplingParams
@@ -110,7 +112,7 @@ BY_NAME: dict[str, dict[str, Any]] = {  # drafters as users name them; those wit
 }
 DRAFTERS = (
     "none", "ngram 1-3", "ngram 2-4", "same", "noisy", "unrelated", "all right", "all wrong", "alternating",
-    "short context", "failing", "trees", *BY_NAME,
+    "short context", "as on a card", "failing", "trees", *BY_NAME,
 )  # fmt: skip
 BATCHES = (
     "single", "four prompts", "mixed settings", "staggered", "n=3", "tiny cache",
@@ -169,7 +171,14 @@ def _fails_in_every_way(proposal: Any, call: int, rows: Any) -> Any:
 def engine(drafter: str, verification: str = "coupled", tiny_cache: bool = False) -> LLM:
     common: dict[str, Any] = {"tokenizer": byte_tokenizer(), "dtype": "float32", "device": "cpu"}
     common |= {"verification": verification, "prefill_chunk_size": 16}
-    models = ("same", "noisy", "unrelated", "short context", *(name for name in BY_NAME if "draft" in name))
+    models = (
+        "same",
+        "noisy",
+        "unrelated",
+        "short context",
+        "as on a card",
+        *(name for name in BY_NAME if "draft" in name),
+    )
     if tiny_cache:
         heads = any(name in drafter for name in ("eagle", "medusa"))  # features, and keys and values of their own
         common["kv_cache_bytes"] = 8 * 16 * 512 * (2 if drafter in models or heads else 1)
@@ -181,9 +190,21 @@ def engine(drafter: str, verification: str = "coupled", tiny_cache: bool = False
     if drafter in BY_NAME:
         draft = draft_llm("noisy") if drafter in models else head(drafter.split()[-1 if "lookup" in drafter else 0])
         return LLM(target(), draft, num_speculative_tokens=16, **BY_NAME[drafter], **common)
+    if drafter == "as on a card":
+        return as_on_a_card(LLM(target(), tiny_draft(target(), "noisy"), num_speculative_tokens=16, **common))
     if drafter in models:
         return LLM(target(), draft_llm(drafter), num_speculative_tokens=16, **common)
     return engine_with(scripted(drafter), target(), **_without(common, "dtype", "device"))
+
+
+def as_on_a_card(llm: LLM) -> LLM:
+    """Let a draft feed more in its first pass where few rows share a round, and read by captured passes: run again."""
+    drafter: Any = llm.engine.drafter
+    blocks = llm.engine.state.tables.shape[1]
+    drafter.tune([1, 2, 4, 8], blocks * BLOCK_SIZE)
+    drafter.runner._prompts = PromptGraphs(drafter.runner._feed, drafter.runner.device, lambda work: work)
+    drafter.runner._prompts.capture(blocks * BLOCK_SIZE, drafter.runner.cache, blocks, (1, 2, 4, 8))
+    return llm
 
 
 def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
