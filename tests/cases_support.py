@@ -16,6 +16,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.config import Verification
 from outrider.draft.draft_model import DraftModelDrafter
+from outrider.draft.drafter import WithoutCache
 from outrider.draft.ngram import NGramDrafter
 from outrider.engine.round import Drafting, RoundPlan, propose, verify
 from outrider.engine.state import Rows
@@ -110,7 +111,7 @@ def drafter_of(llm: LLM, source: LLM) -> DraftModelDrafter:
     return found
 
 
-class Scripted:
+class Scripted(WithoutCache):
     """S(pattern): knows the true continuations, and plants a wrong id where it is told to.
 
     Args:
@@ -123,7 +124,6 @@ class Scripted:
     context_length: int | None = None
     device_side = False
     makes_trees = False
-    shares_blocks = True
 
     def __init__(
         self,
@@ -137,21 +137,6 @@ class Scripted:
         self._right, self._wrong, self._longest = right, wrong, longest
         self._chains: dict[int, int] = {}
         self.widths: list[int] = []
-
-    def kept(self, slot: int) -> int:
-        return 0
-
-    def adopt(self, slot: int, num_tokens: int) -> None:
-        pass
-
-    def copy_blocks(self, source: Sequence[int], target: Sequence[int]) -> None:
-        pass
-
-    def missing(self, slot: int, length: int) -> int:
-        return 0
-
-    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
-        pass
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         self.widths.append(num_tokens)

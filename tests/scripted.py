@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outrider.draft.drafter import WithoutCache
 from outrider.llm import LLM
 from outrider.proposal import ROOT, Proposal
 from outrider.sampling.params import SamplingParams
@@ -43,7 +44,7 @@ ALL = 10**6  # in a pattern: accept everything
 Fault = "Callable[[Proposal, int, DraftRows], Proposal]"
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(WithoutCache):
     """Guesses from the true continuation, wrong on purpose.
 
     Args:
@@ -58,8 +59,6 @@ class ScriptedDrafter:
     name = "scripted"
     device_side = False  # it looks at the tokens
     makes_trees = False
-    shares_blocks = True
-    bytes_per_slot = 0
 
     def __init__(
         self,
@@ -81,32 +80,6 @@ class ScriptedDrafter:
         self.heard: list[tuple[int, int, int]] = []  # slot, length, accepted: what `commit` was told
         self.released: list[int] = []
         self._rounds: dict[int, int] = {}
-
-    def allocate(self, num_blocks: int) -> None:
-        """Keep nothing."""
-
-    def tune(self, num_rows: Seq[int], places: int) -> None:
-        """Make nothing ready."""
-
-    def kept(self, slot: int) -> int:
-        return 0
-
-    def adopt(self, slot: int, num_tokens: int) -> None:
-        pass
-
-    def copy_blocks(self, source: Seq[int], target: Seq[int]) -> None:
-        pass
-
-    def missing(self, slot: int, length: int) -> int:
-        """Nothing is cached, so nothing is missing."""
-        return 0
-
-    def slack(self, num_rows: int) -> int:
-        """Nothing is missing."""
-        return 0
-
-    def catch_up(self, rows: DraftRows, counts: tuple[int, ...]) -> None:
-        """Feed nothing."""
 
     def propose(self, rows: DraftRows, num_tokens: int) -> Proposal:
         """Follow the script."""
