@@ -23,8 +23,8 @@ LONGEST = 300
 LENGTHS = (3, 63, 64, 65, 66, 130, 191, 256, 257, 290)
 
 
-def captured(runner: TorchRunner) -> PromptGraphs:
-    runner._prompts = PromptGraphs(runner._feed, runner.device, lambda work: work)
+def captured(runner: TorchRunner, num_weights: int = 0) -> PromptGraphs:
+    runner._prompts = PromptGraphs(runner._feed, runner.device, lambda work: work, num_weights)
     runner._prompts.capture(LONGEST, runner.cache, blocks_for(LONGEST), (1, 2, 3))
     return runner._prompts
 
@@ -53,21 +53,30 @@ def test_captured_prompts_change_no_token(make: Any) -> None:
         assert llm.engine.speculator.num_failures == 0
 
 
-def test_rows_of_nobody_and_texts_too_long() -> None:
+@pytest.mark.parametrize(("rows", "length"), [(3, 100), (8, 60), (7, 100), (5, 180), (4, 256)])
+def test_rows_of_nobody_and_more_than_a_pass_holds(rows: int, length: int) -> None:
     with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
-        runner = llm.engine.runner
-        graphs = captured(runner)
-        tokens = torch.randint(5, 250, (3, 100), generator=torch.Generator().manual_seed(1))
-        tables = torch.arange(2, 2 + 3 * 7).view(3, 7)
-        positions = torch.arange(100).expand(3, -1)
-        runner._feed(tokens, positions, tables, 100)
-        slots = (tables[..., None] * 16 + torch.arange(16)).flatten(1)[:, :100]
+        runner, blocks = llm.engine.runner, blocks_for(length)
+        graphs = captured(runner, num_weights=10**9)
+        tokens = torch.randint(5, 250, (rows, length), generator=torch.Generator().manual_seed(1))
+        tables = torch.arange(2, 2 + rows * blocks).view(rows, blocks)
+        positions = torch.arange(length).expand(rows, -1)
+        runner._feed(tokens, positions, tables, length)
+        slots = (tables[..., None] * 16 + torch.arange(16)).flatten(1)[:, :length]
         wanted = [pool[slots].clone() for pool in runner.cache.keys + runner.cache.values]
         for pool in runner.cache.keys + runner.cache.values:
             pool[32:] = torch.nan
         assert graphs.replay(tokens, tables)
         for pool, kept in zip(runner.cache.keys + runner.cache.values, wanted, strict=True):
             torch.testing.assert_close(pool[slots], kept)
+
+
+def test_what_keeps_a_card_busy_for_longer_than_the_host_is_not_captured() -> None:
+    with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
+        runner = llm.engine.runner
+        graphs = captured(runner)
+        tokens, tables = torch.full((3, 100), 65), torch.arange(2, 2 + 3 * 7).view(3, 7)
+        assert graphs.replay(tokens, tables)
         assert not graphs.replay(tokens.repeat(1, 4), tables)
         assert not graphs.replay(tokens.repeat(2, 1), tables.repeat(2, 1))  # 8 rows of 128 are more than a pass holds
 
@@ -97,7 +106,8 @@ def test_texts_are_gone_on_with_from_wherever_they_stand(make: Any, num_tokens: 
             torch.testing.assert_close(pool[32:], kept[32:], equal_nan=True)  # nobody wrote all of it
 
 
-def test_texts_that_no_pass_is_large_enough_to_go_on_with() -> None:
+def test_texts_that_no_pass_is_large_enough_to_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.model.prompt_graphs.MOST_PASSES", 8)
     with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
         graphs = captured(llm.engine.runner)
         tokens, tables = torch.full((1, 257), 65), torch.arange(2, 2 + blocks_for(LONGEST))[None]

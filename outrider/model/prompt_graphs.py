@@ -28,9 +28,10 @@ LENGTHS = (64, 128, 192, 256, 384, 512)  # multiples of a block
 MOST_ROWS = 8
 FEW_IDS = 64  # tokens of a check: ids that every vocabulary has
 TOLERANCE = 0.02  # of a check, relative to the largest number: the kernels are the same, the shapes almost
-MOST_TOKENS = 512  # a pass of more keeps the card busy for longer than the host needs to launch it
+MOST_TOKENS = 512  # of a captured pass
 WIDTHS = (4, 16, 32)  # tokens a row of a pass that goes on with texts: on an H200 one of 64 takes as long as two of 32
 MOST_GOING_ON, MOST_PASSES = 1024, 8  # tokens of such a pass, and how many of them one after another
+LAUNCHED = 1.2e13  # operations that a card does while the host launches a model's kernels one by one, about
 
 
 class _Size(NamedTuple):
@@ -64,6 +65,7 @@ class PromptGraphs:
             is the number of tokens a row.
         device: Where.
         recorded: Makes of a piece of work what repeats it.
+        num_weights: Of the model. With few of them a card is done with many tokens before the host has launched all.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class PromptGraphs:
         feed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None],
         device: torch.device,
         recorded: Callable[[Callable[[], None]], Callable[[], object]],
+        num_weights: int = 0,
     ) -> None:
         self._feed, self._device, self._recorded = feed, device, recorded
         self._captured: dict[_Size, _Captured | None] = {}  # None: when it is first needed
         self._num_blocks = 0  # of a row's table, at most
+        self._most_tokens = max(MOST_TOKENS, int(LAUNCHED / (2 * num_weights))) if num_weights else MOST_TOKENS
         self.num_replays = 0
 
     def capture(self, longest: int, cache: KVCache, num_blocks: int = 0, going_on: Sequence[int] = ()) -> None:
@@ -101,9 +105,21 @@ class PromptGraphs:
             self._captured.clear()
 
     def replay(self, tokens: torch.Tensor, tables: torch.Tensor) -> bool:
-        """Feed the first tokens ``[B, T]`` of rows with these tables; False where no captured pass is large enough."""
+        """Feed the first tokens ``[B, T]`` of rows with these tables, in several passes where one is too small.
+
+        False where no captured pass is long enough, or where there is so much to feed that the card is busy with it for
+        longer than the host is.
+        """
         num_rows, num_tokens = tokens.shape
         length = next((one for one in LENGTHS if one >= num_tokens), 0)
+        at_once = max(1, min(MOST_ROWS, MOST_TOKENS // max(1, length)))
+        if num_rows > at_once and num_rows * length > self._most_tokens:
+            return False
+        rows = (slice(begin, begin + at_once) for begin in range(0, num_rows, at_once))
+        return all(self._replay(length, tokens[part], tables[part]) for part in rows)
+
+    def _replay(self, length: int, tokens: torch.Tensor, tables: torch.Tensor) -> bool:
+        num_rows, num_tokens = tokens.shape
         one = self._ready(_Size(power_of_2(num_rows), length))
         if one is None:
             return False

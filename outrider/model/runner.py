@@ -108,6 +108,7 @@ class TorchRunner:
         borrow(self.model)
         self.layers = self._probed()
         self._kernels = uses_kernels(self.device)
+        self._num_weights = sum(one.numel() for one in self.model.parameters())  # quantised ones are no parameters
         try:
             self.network = Network(self.model, self.layers, self.context_length, quantization)
         except BaseException:
@@ -260,7 +261,7 @@ class TorchRunner:
         """
         self.network.tune(passes, places, self.step)
         if self.device.type == "cuda" and not self._exact:  # there, shapes depend on the prompt alone
-            self._prompts = PromptGraphs(self._feed, self.device, GraphRecorder(self.device))
+            self._prompts = PromptGraphs(self._feed, self.device, GraphRecorder(self.device), self._num_weights)
             longest = min(places, self.context_length)
             self._prompts.capture(longest, self.cache, blocks_for(places), lagging)
 
