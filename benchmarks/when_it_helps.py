@@ -112,7 +112,7 @@ class Run:
         most = max(*options.tokens, options.usual) + 16
         pair = mixed_pair(
             options.work, target=options.target, draft=options.draft, agreements=tuple(options.agreements),
-            seed=0, dtype="bfloat16", device=options.device,
+            seed=0, dtype=options.dtype, device=options.device,
         )  # fmt: skip
         llm = self._engine(str(pair.target), str(pair.draft), max(options.lengths), most, max(options.rows))
         self.record["sizes"] = _passes(options.target, options.draft)
@@ -143,7 +143,7 @@ class Run:
                 "device": options.device,
             }
             if place == 0:
-                write_pair(work, target=shape, seed=0, dtype="bfloat16", num_prompts=1, force=True, **how)
+                write_pair(work, target=shape, seed=0, dtype=options.dtype, num_prompts=1, force=True, **how)
                 folder = work / "draft"
             else:
                 folder = write_draft(work / f"draft-{place}", target=work / "target", force=True, **how).draft
@@ -212,8 +212,8 @@ class Run:
 
         length = tokens + self.options.prompt_tokens + 32
         return LLM(
-            target, draft, most, device=self.options.device, dtype="bfloat16", max_model_len=length, max_num_seqs=rows,
-            enable_prefix_caching=False, **more,
+            target, draft, most, device=self.options.device, dtype=self.options.dtype, max_model_len=length,
+            max_num_seqs=rows, enable_prefix_caching=False, **more,
         )  # fmt: skip
 
     def _keep(self) -> Path:
@@ -244,6 +244,8 @@ def _options() -> argparse.Namespace:
     add("--work", type=Path, default=Path(tempfile.gettempdir()) / "outrider-helps", help="for the pairs; kept")
     add("--target", help="shape of the target")
     add("--draft", help="shape of the draft (CPU: a tenth of the target)")
+    add("--dtype", default="bfloat16", help="float32 where a CPU knows no other (bfloat16)")
+    add("--usual", type=int, help="tokens of a text where another thing varies (CPU: 64, CUDA: 256)")
     add("--repeats", type=int, help="turns of each setting (3)")
     add("--plot", type=Path, metavar="RECORD", help="measure nothing, draw what a record holds")
     add("--plots", type=Path, help="a folder for plots, as SVG (with --plot: docs/plots)")
