@@ -123,7 +123,8 @@ class Run:
         llm = self._engine(name, str(pair.target), str(pair.draft), max(options.lengths), length, max(options.rows))
         texts = _pair_texts(pair, options)
         for cell in design:
-            self._cell(name, llm, cell, texts(cell), options.lengths)
+            if not options.only or any(words in cell.name for words in options.only):
+                self._cell(name, llm, cell, texts(cell), options.lengths)
         llm.close()
 
     def _real(self) -> None:
@@ -151,7 +152,9 @@ class Run:
             target, draft, most, device=self.options.device, max_model_len=length, max_num_seqs=rows,
             dtype=self.options.dtype, enable_prefix_caching=False, **more,
         )  # fmt: skip
-        self.record["pairs"][name] = {"start_seconds": time.time() - began}
+        costs = llm.engine.speculator.costs
+        feeds = {} if costs is None else dict(costs.feeds)  # as profiled: seconds of a call, and of a token
+        self.record["pairs"][name] = {"start_seconds": time.time() - began, "feeds": feeds}
         self.watch = RoundWatch(llm)
         return llm
 
@@ -267,6 +270,7 @@ def _options() -> argparse.Namespace:
     add("--repeats", type=int, help="turns of each setting (3)")
     add("--threads", type=int, help="CPU threads (what torch takes by default)")
     add("--limit-seconds", type=float, default=3000, help="cells that no longer fit are left out (3000)")
+    add("--only", nargs="+", metavar="WORDS", help="cells whose name holds any of these, as mixed or '4 x 128'")
     add("--skip-real", action="store_true", help="the synthetic pair alone")
     add("--skip-pair", action="store_true", help="the default model alone")
     add("--out", type=Path, help="where to write the record (benchmarks/records/...)")

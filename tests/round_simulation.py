@@ -54,6 +54,7 @@ class Machine:
         inside: Whether drafting is part of the pass.
         makes: Chance that there is any guess.
         prompt: Tokens of a text before its first.
+        busy: Seconds for the prompt of a text that comes, in which the host also sends what the draft is to read.
         noise: Deviation of the logarithm of each round's time.
     """
 
@@ -65,6 +66,7 @@ class Machine:
     inside: bool = False
     makes: float = 1.0
     prompt: int = 33
+    busy: float = 0.0
     noise: float = 0.0
     slow: Callable[[int], float] = lambda _: 1.0
     random: random.Random = field(default_factory=lambda: random.Random(0))
@@ -115,8 +117,8 @@ def run(
     """Generate all texts, at most `rows` at a time, by a controller or with a fixed length; give tokens a second."""
     waiting, running, seconds, tokens = list(texts), [], 0.0, 0
     while waiting or running:
-        while waiting and len(running) < rows:
-            running.append(waiting.pop(0))
+        come = min(len(waiting), rows - len(running))
+        running += [waiting.pop(0) for _ in range(come)]
         party = Party("draft", len(running), machine.most, inside=machine.inside, narrows=not machine.inside)
         mosts = [min(machine.most, one.limit - one.num_generated - 1) for one in running]
         lags = [max(0, one.num_generated + machine.prompt - one.cached) for one in running]
@@ -134,7 +136,7 @@ def run(
         fed = tuple(lag for length, lag in zip(wanted, lags, strict=True) if length > 0 and lag > 2)
         feeding = machine.call * (min(len(fed), 1) if machine.inside else len(fed)) + machine.token * sum(fed)
         outcome, drafting, passing, width = machine.round(running, wanted)
-        seconds += drafting + passing + feeding
+        seconds += drafting + passing + feeding + come * machine.busy
         given = 0
         for one, length, (made, right) in zip(running, wanted, outcome, strict=True):
             one.num_generated += right + 1
@@ -150,8 +152,8 @@ def run(
             whole, apart = drafting + passing, not machine.inside
             if not apart:  # it runs on the card, and the host does not wait for it
                 whole, feeding = whole + feeding, 0.0
-            asked_for = width, max(wanted), asked, given
-            times = RoundTimes(whole, drafting, feeding, *asked_for, fed=fed, apart=apart)
+            asked_for, clean = (width, max(wanted), asked, given), not (come and machine.busy)
+            times = RoundTimes(whole, drafting, feeding, *asked_for, clean, fed=fed, apart=apart)
             controller.took(party, probe, times)
         running = [one for one in running if one.num_generated < one.limit]
     return tokens / seconds

@@ -264,7 +264,7 @@ class Controller:
         expected = self.costs.draft_seconds(party.drafter, times.rows_asked, times.asked, drawn=party.drawn)
         expected += self.costs.pass_seconds(shape)
         measured = times.clean and (times.apart or not (times.fed or times.delayed))
-        feeding = self._feeding(times, expected)
+        feeding = self._feeding(party, times, expected)
         seconds = times.seconds if measured else expected if times.clean else plain
         for trials in self._trials.values():
             trials.passed(seconds)
@@ -272,8 +272,10 @@ class Controller:
             self._owed_plain[name] = max(0.0, owed - REFERENCE_SHARE * seconds)
         if choice_was_probe:
             taken = (seconds if times.clean else expected) + feeding
-            lost, right = taken - plain * times.tokens / party.num_rows, times.tokens > party.num_rows
-            self._trials[party.drafter].read(lost, feeding, plain, right=right, num_rows=party.num_rows)
+            lost = taken - plain * times.tokens / party.num_rows
+            gain = (times.tokens - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
+            promising = gain * plain > expected - plain
+            self._trials[party.drafter].read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
         if times.clean and times.fed:
             self.costs.took_feed(party.drafter, sum(times.fed), party.calls(len(times.fed)), feeding)
         if measured:
@@ -281,15 +283,19 @@ class Controller:
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
             self.costs.took_pass(shape, times.seconds - drafting)
 
-    def _feeding(self, times: RoundTimes, expected: float) -> float:
+    def _feeding(self, party: Party, times: RoundTimes, expected: float) -> float:
         """Seconds for what drafters read before a round; where the host does not wait for it, by what was late for it.
 
         On a card both the host and the device are busy with it: while the host asks for it, the round before is not
-        read; and the device comes to the round itself afterwards.
+        read; and the device comes to the round itself afterwards. Where something else was done too, it is what this
+        much reading takes as a rule.
         """
         ahead, self._read_ahead = self._read_ahead, 0.0
-        if times.apart or not times.clean:
+        if times.apart:
             return times.feeding
+        if not times.clean:
+            calls = party.calls(len(times.fed))
+            return max(times.feeding, self.costs.feed_seconds(party.drafter, sum(times.fed), calls))
         late = max(0.0, times.seconds - expected)
         if times.fed:
             return ahead + late

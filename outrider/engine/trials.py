@@ -3,6 +3,10 @@
 What a trial lost must first be earned again: the next one comes when that is a hundredth of the time that has passed
 since. A text that was never tried waits half as long, and is tried a few times in a row, where most of what the first
 one lost was the drafter's reading: one wrong guess says little, and what was read is there for the others.
+
+Where guesses turn out right, more rows are tried at once, and without a wait as long as they go on being right: when
+the traffic has changed, what is true of one is true of others. All that such a row of trials lost is earned again after
+its end. How many must be right is a matter of what guesses cost: with sixteen rows one of them nearly always is.
 """
 
 from __future__ import annotations
@@ -48,24 +52,24 @@ class Trials:
         """Take in that time went by."""
         self._owed = max(0.0, self._owed - PROBE_SHARE * seconds)
 
-    def read(self, lost: float, feeding: float, plain: float, *, right: bool, num_rows: int) -> None:
+    def read(self, lost: float, feeding: float, plain: float, *, promising: bool, num_rows: int) -> None:
         """Take in what one came to.
 
         Args:
             lost: Seconds, by what plain rounds would have taken for its tokens.
             feeding: Of these, for what the drafter had to read first.
             plain: Seconds of a plain round.
-            right: Whether any guess was right.
+            promising: Whether a round would have paid in which all rows had gained as much as those that took part.
             num_rows: Rows of the round.
         """
         lost = self._believed(lost, plain)
         self._spent += lost
-        if right:  # what is true of one may be of more
-            self.trusted = min(2 * self.trusted, num_rows)
-        if self._more and (feeding == 0 or 2 * feeding > lost):
+        if promising:
+            self.trusted, self._more = min(2 * self.trusted, num_rows), max(1, self._more)
+        if self._more and (promising or feeding == 0 or 2 * feeding > lost):
             self._owed = 0.0
             return
-        if not right:
+        if not promising:
             self.turn, self.trusted = self.turn + 1, 1
         self._owed = self._last = max(0.0, self._spent)
         self._spent, self._more = 0.0, 0
