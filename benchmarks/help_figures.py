@@ -71,14 +71,14 @@ def line_table(name: str, points: Sequence[dict[str, Any]]) -> Table:
 
 
 def draw(record: dict[str, Any], folder: Path) -> None:
-    """Draw each line of a record into a folder: an SVG each, named after the line."""
+    """Draw each line of a record into a folder: an SVG each, named after the line and after where it was measured."""
     import matplotlib as mpl
 
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
     folder.mkdir(parents=True, exist_ok=True)
-    where = record.get("card") or record["machine"]["cpu"]
+    where, place = record.get("card") or record["machine"]["cpu"], "-card" if record.get("card") else ""
     for name, points in record["lines"].items():
         parts = groups(points)
         figure, panes = plt.subplots(1, len(parts), figsize=(1.5 + 4.2 * len(parts), 3.6), sharey=True, squeeze=False)
@@ -89,7 +89,7 @@ def draw(record: dict[str, Any], folder: Path) -> None:
         panes[0][-1].legend(fontsize="small")
         figure.suptitle(f"{where}, {record['date'][:10]}", fontsize="small")
         figure.tight_layout()
-        figure.savefig(folder / f"when-{name}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"when-{name}{place}.svg", metadata={"Date": None})
         plt.close(figure)
 
 

@@ -125,7 +125,7 @@ class Run:
         for cell in design:
             if not options.only or any(words in cell.name for words in options.only):
                 self._cell(name, llm, cell, texts(cell), options.lengths)
-        llm.close()
+        self._close(llm)
 
     def _real(self) -> None:
         from benchmarks import real_model
@@ -141,7 +141,7 @@ class Run:
         for cell in chosen:
             mine = list(prompts.values()) if cell.text == "all prompts" else [prompts[str(cell.text)]]
             self._cell(REAL, llm, cell, mine, [*self.options.lengths, REAL_GUESSES])
-        llm.close()
+        self._close(llm)
 
     def _engine(self, name: str, target: str, draft: str | None, most: int, length: int, rows: int, **more: Any) -> LLM:
         from outrider import LLM
@@ -157,6 +157,10 @@ class Run:
         self.record["pairs"][name] = {"start_seconds": time.time() - began, "feeds": feeds}
         self.watch = RoundWatch(llm)
         return llm
+
+    def _close(self, llm: LLM) -> None:
+        self.watch.close()
+        llm.close()
 
     # --- a cell
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +27,29 @@ class RoundWatch:
         self._told = self._speculator.timed
         self._speculator.timed = self._timed
         self._seen: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
+        self._collecting = 0.0
+        gc.callbacks.append(self._collected)
+
+    def close(self) -> None:
+        """Listen no longer."""
+        gc.callbacks.remove(self._collected)
 
     def take(self) -> dict[str, list[float]]:
         """Give rounds, seconds and tokens since the last call, by kind.
 
         A kind is the guesses that the pass was as wide as, and "probe", "fed" (a draft read what it lacked) and "busy"
-        (something else was done in that time, as a prompt that was read) where that is so.
+        (something else was done in that time, as a prompt that was read) where that is so. "garbage" are collections
+        of all that Python holds, which stop every thread.
         """
         seen, self._seen = self._seen, defaultdict(lambda: [0, 0.0, 0])
         return {kind: [count, round(seconds, 5), tokens] for kind, (count, seconds, tokens) in sorted(seen.items())}
+
+    def _collected(self, phase: str, facts: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        elif facts["generation"] == 2:
+            for place, value in enumerate((1, time.perf_counter() - self._collecting, 0)):
+                self._seen["garbage"][place] += value
 
     def _timed(self, decision: Decision, times: RoundTimes) -> None:
         words = {"probe": decision.probe, "fed": bool(times.fed), "busy": not times.clean}

@@ -10,6 +10,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.engine.controller import Choice, Controller, Party, RoundTimes, Wish
 from outrider.engine.cost import CHAIN, Grid, PassShape, RoundCosts
+from outrider.engine.trials import Trials
 from tests.round_simulation import Machine, Text, compared, run
 from tests.scripted import generate_together
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
@@ -162,6 +163,20 @@ def test_what_a_draft_reads_beside_a_prompt_counts_too() -> None:
         coming = lambda: [Text(0.0, 8, seed=100 * turn + place) for place in range(16)]  # noqa: B023, E731
         gained.append(run(one, coming(), 1, controller) / run(reading_card(), coming(), 1, fixed=0))
     assert sum(gained[1:]) / 3 > 0.98
+
+
+@pytest.mark.parametrize("feeding", [0.0, 0.4, 0.9])
+def test_however_many_texts_are_new_trying_them_costs_a_percent(feeding: float) -> None:
+    """They wait half as long, a few in a row with the first; what is owed still when they begin is not forgotten."""
+    trials, lost, seconds = Trials(), 0.0, 0.0
+    while seconds < 20_000:
+        if trials.due(untried=True):
+            trials.begin(1.0, untried=True)
+            trials.read(1.0, feeding, 10.0, promising=False, num_rows=16)
+            lost += 1.0
+        trials.passed(1.0)
+        seconds += 1.0
+    assert 0.009 < lost / seconds < 0.0105
 
 
 def test_a_probe_that_something_else_held_up_is_not_the_last_one() -> None:

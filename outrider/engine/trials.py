@@ -1,8 +1,9 @@
 """When guesses are tried that do not seem to pay: what is not tried is not known, and trying costs.
 
 What a trial lost must first be earned again: the next one comes when that is a hundredth of the time that has passed
-since. A text that was never tried waits half as long, and is tried a few times in a row, where most of what the first
-one lost was the drafter's reading: one wrong guess says little, and what was read is there for the others.
+since. A text that was never tried waits half as long (what is owed still then is added to what that one loses), and is
+tried a few times in a row where most of what the first one lost was the drafter's reading: one wrong guess says little,
+and what was read is there for the others.
 
 Where guesses turn out right, more rows are tried at once, and without a wait as long as they go on being right: when
 the traffic has changed, what is true of one is true of others. All that such a row of trials lost is earned again after
@@ -34,6 +35,7 @@ class Trials:
         self._last = 0.0  # what the last one owed when it was read
         self._foreseen = 0.0  # seconds that a trial may lose, as expected or as seen
         self._spent, self._more = 0.0, 0  # what those in a row have lost so far, and how many may follow
+        self._carried = 0.0  # what was owed still when they began
 
     def due(self, *, untried: bool) -> bool:
         """Whether one may begin; `untried`: of a text that had none before, which has to wait half as long."""
@@ -46,6 +48,7 @@ class Trials:
         """
         self._more = self._more - 1 if self._more else MOST_MORE if untried else 0
         self._foreseen = max(foreseen, self._foreseen)
+        self._carried += self._owed
         self._owed, self._last = max(foreseen, UNREAD), 0.0
 
     def passed(self, seconds: float) -> None:
@@ -71,8 +74,8 @@ class Trials:
             return
         if not promising:
             self.turn, self.trusted = self.turn + 1, 1
-        self._owed = self._last = max(0.0, self._spent)
-        self._spent, self._more = 0.0, 0
+        self._owed = self._last = max(0.0, self._spent + self._carried)
+        self._spent, self._carried, self._more = 0.0, 0.0, 0
 
     def _believed(self, lost: float, plain: float) -> float:
         """Give what one is held to have lost: what nobody expected is believed when it comes again."""
