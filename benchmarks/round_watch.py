@@ -26,7 +26,7 @@ class RoundWatch:
         self._speculator: Any = llm.engine.speculator
         self._told = self._speculator.timed
         self._speculator.timed = self._timed
-        self._seen: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0])
+        self._seen = self._nothing()
         self._collecting = 0.0
         gc.callbacks.append(self._collected)
 
@@ -35,25 +35,36 @@ class RoundWatch:
         gc.callbacks.remove(self._collected)
 
     def take(self) -> dict[str, list[float]]:
-        """Give rounds, seconds and tokens since the last call, by kind.
+        """Give rounds, seconds, tokens, and the seconds of the longest since the last call, by kind.
 
         A kind is the guesses that the pass was as wide as, and "probe", "fed" (a draft read what it lacked) and "busy"
         (something else was done in that time, as a prompt that was read) where that is so. "garbage" are collections
         of all that Python holds, which stop every thread.
         """
-        seen, self._seen = self._seen, defaultdict(lambda: [0, 0.0, 0])
-        return {kind: [count, round(seconds, 5), tokens] for kind, (count, seconds, tokens) in sorted(seen.items())}
+        seen, self._seen = self._seen, self._nothing()
+        return {
+            kind: [count, round(seconds, 5), tokens, round(longest, 5)]
+            for kind, (count, seconds, tokens, longest) in sorted(seen.items())
+        }
+
+    @staticmethod
+    def _nothing() -> defaultdict[str, list[float]]:
+        return defaultdict(lambda: [0, 0.0, 0, 0.0])
+
+    def _note(self, kind: str, seconds: float, tokens: int) -> None:
+        seen = self._seen[kind]
+        for place, value in enumerate((1, seconds, tokens)):
+            seen[place] += value
+        seen[3] = max(seen[3], seconds)
 
     def _collected(self, phase: str, facts: dict[str, int]) -> None:
         if phase == "start":
             self._collecting = time.perf_counter()
         elif facts["generation"] == 2:
-            for place, value in enumerate((1, time.perf_counter() - self._collecting, 0)):
-                self._seen["garbage"][place] += value
+            self._note("garbage", time.perf_counter() - self._collecting, 0)
 
     def _timed(self, decision: Decision, times: RoundTimes) -> None:
         words = {"probe": decision.probe, "fed": bool(times.fed), "busy": not times.clean}
         kind = " ".join([str(times.width), *(word for word, so in words.items() if so)])
-        for place, value in enumerate((1, times.seconds, times.tokens)):
-            self._seen[kind][place] += value
+        self._note(kind, times.seconds, times.tokens)
         self._told(decision, times)

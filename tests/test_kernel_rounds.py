@@ -97,14 +97,14 @@ def test_a_model_that_is_loaded_runs_on_fused_kernels(tmp_path: Any, monkeypatch
     assert seen
 
 
-@pytest.mark.parametrize("exit_layer", [1, 2])
-def test_trees_run_on_fused_kernels(tmp_path: Any, exit_layer: int) -> None:
+@pytest.mark.parametrize(("exit_layer", "num_layers"), [(1, 2), (2, 3)])
+def test_trees_run_on_fused_kernels(tmp_path: Any, exit_layer: int, num_layers: int) -> None:
     """Own layers as the draft, a tree of their guesses, accepted paths moved: attention by ancestors in both passes."""
-    folder = str(save(tiny_target(**{**SIZES, "num_hidden_layers": 3}), byte_tokenizer(), tmp_path))
-    prompts = [[65, 66, 67], [97, 98, 99] * 3]
+    folder = str(save(tiny_target(**{**SIZES, "num_hidden_layers": num_layers}), byte_tokenizer(), tmp_path))
+    prompts = [[65, 66, 67], [97, 98, 99] * 2]
     how: dict[str, Any] = {"method": "early_exit", "exit_layer": exit_layer, "tree": "2x1", "dtype": "float32"}
     with LLM(folder, device="cpu", num_speculative_tokens=4, max_num_seqs=2, **how) as llm:
         assert llm.engine.runner.network.device_decoder is not None
-        assert texts(llm, prompts, 4, temperature=0) == texts(llm, prompts, "off", temperature=0)
-        assert llm.engine.figures.drafted > 0
+        assert texts(llm, prompts, 4, 6, temperature=0) == texts(llm, prompts, "off", 6, temperature=0)
+        assert llm.engine.figures.accepted > 0
         assert llm.engine.speculator.num_failures == 0

@@ -266,22 +266,34 @@ class Controller:
         measured = times.clean and (times.apart or not (times.fed or times.delayed))
         feeding = self._feeding(party, times, expected)
         seconds = times.seconds if measured else expected if times.clean else plain
-        for trials in self._trials.values():
-            trials.passed(seconds)
-        for name, owed in self._owed_plain.items():
-            self._owed_plain[name] = max(0.0, owed - REFERENCE_SHARE * seconds)
+        self._passed(seconds)
         if choice_was_probe:
-            taken = (seconds if times.clean else expected) + feeding
-            lost = taken - plain * times.tokens / party.num_rows
-            gain = (times.tokens - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
-            promising = gain * plain > expected - plain
-            self._trials[party.drafter].read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
+            self._read_trial(party, times, (seconds if times.clean else expected) + feeding, feeding, expected, plain)
         if times.clean and times.fed:
             self.costs.took_feed(party.drafter, sum(times.fed), party.calls(len(times.fed)), feeding)
         if measured:
             drafting = min(times.drafting, times.seconds)
             self.costs.took_draft(party.drafter, times.rows_asked, times.asked, drafting, drawn=party.drawn)
             self.costs.took_pass(shape, times.seconds - drafting)
+
+    def _passed(self, seconds: float) -> None:
+        """Take in that time went by, in which what was lost is earned again."""
+        for trials in self._trials.values():
+            trials.passed(seconds)
+        for name, owed in self._owed_plain.items():
+            self._owed_plain[name] = max(0.0, owed - REFERENCE_SHARE * seconds)
+
+    def _read_trial(
+        self, party: Party, times: RoundTimes, taken: float, feeding: float, expected: float, plain: float
+    ) -> None:
+        """Take in what a trial came to: it took so many seconds, of them `feeding` for what was to be read first.
+
+        `expected`, `plain`: what a round of its width takes, and one without guesses.
+        """
+        lost = taken - plain * times.tokens / party.num_rows
+        gain = (times.tokens - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
+        promising = gain * plain > expected - plain
+        self._trials[party.drafter].read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
 
     def _feeding(self, party: Party, times: RoundTimes, expected: float) -> float:
         """Seconds for what drafters read before a round; where the host does not wait for it, by what was late for it.
