@@ -374,6 +374,23 @@ def test_a_scope_finds_nothing_of_anothers_and_gives_the_targets_own_text(drafte
     assert found == [0, 0, 32]
 
 
+@pytest.mark.parametrize("drafter", ["noisy", "as on a card", "trees", *BY_NAME])
+def test_what_drafters_read_is_timed_for_several_rows_at_once(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a card does at start: where a drafter refused it, rounds would be weighed by costs that nobody knows."""
+    llm = engine.__wrapped__(drafter)
+    speculator, read = llm.engine.speculator, []
+    monkeypatch.setattr(speculator._profiler, "_together", True)
+    catch_up = speculator.drafter.catch_up
+    monkeypatch.setattr(
+        speculator.drafter, "catch_up", lambda rows, counts: (read.append(counts), catch_up(rows, counts))
+    )
+    call, token = speculator._profiler.feed(speculator.drafter)
+    assert call >= 0 and token >= 0
+    assert not read or call + token > 0
+    assert not read or not speculator.drafter.device_side or max(map(len, read)) > 1
+    check_equal_to_base(llm, [(PROMPTS[40], params_for("greedy", 3))])
+
+
 def test_the_tiny_cache_is_tight_enough_to_send_rows_away() -> None:
     """R04: what the scenarios with a tiny cache rest on."""
     scheduler = engine("all wrong", "coupled", True).engine.scheduler

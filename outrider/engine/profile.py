@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from outrider.config import Verification
-    from outrider.draft.drafter import Drafter
+    from outrider.draft.drafter import Drafter, DraftRows
     from outrider.engine.state import DeviceState
     from outrider.model.runner import Runner
 
@@ -64,6 +65,7 @@ class Profiler:
         self._most, self._num_blocks = most, num_blocks
         self._device = runner.device
         self._num_rows = len(state.lengths) - 1
+        self._together = self._device.type == "cuda"  # whether drafters read what several rows lack in one pass
 
     def costs(self, drafter: Drafter, captured: Callable[[], RoundCosts | None] | None = None) -> RoundCosts:
         """Profile rounds with and without a drafter's guesses; what an earlier process found is taken as it is.
@@ -110,19 +112,23 @@ class Profiler:
         lacking = drafter.missing(idle, length) if drafter.bytes_per_slot else 0
         if not lacking:
             return 0.0, 0.0
-        most = min(FED_ROWS, self._num_rows) if drafter.device_side and self._device.type == "cuda" else 1
-        draws = self._verification.draws_guesses
-        rows = {count: self._rows(count, length, whole=whole).drafting(draws) for count in (1, most)}
+        most = min(FED_ROWS, self._num_rows) if whole and drafter.device_side and self._together else 1
+        slots = (idle,) if most == 1 else tuple(range(most))  # one each: drafters keep count by slot
+        rows = {count: self._reading(count, length, slots[:count], whole=whole) for count in (1, most)}
+
+        def forget() -> None:
+            for slot in slots:
+                drafter.release(slot)
 
         def read(num_rows: int, count: int) -> None:
-            drafter.release(idle)
+            forget()
             drafter.catch_up(rows[num_rows], (count,) * num_rows)
 
         few = min(FED[0], lacking)
         try:
             taken = _fastest({key: partial(read, *key) for key in ((1, few), (most, lacking))}, self._device)
         finally:
-            drafter.release(idle)
+            forget()
         more = max(1, most * lacking - few)
         token = max(0.0, taken[most, lacking] - taken[1, few]) / more
         return max(0.0, taken[1, few] - token * few), token
@@ -191,6 +197,10 @@ class Profiler:
     def _rows(self, num_rows: int, context: int, *, whole: bool) -> Rows:
         blocks = self._num_blocks if whole else 0
         return nobodys_rows(self._state, num_rows, self._length(context), self._most + 2, blocks)
+
+    def _reading(self, num_rows: int, length: int, slots: tuple[int, ...], *, whole: bool) -> DraftRows:
+        rows = replace(self._rows(num_rows, length, whole=whole), slots=slots)
+        return rows.drafting(self._verification.draws_guesses)
 
     def _identity(self, drafter: Drafter) -> list[Any]:
         sizes = self._num_rows, self._most, self._state.tokens.shape[1], str(self._verification)
