@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLIENTS = 32
-SECONDS = float(os.environ.get("OUTRIDER_LOAD_SECONDS", "15"))
+SECONDS = float(os.environ.get("OUTRIDER_LOAD_SECONDS", "8"))
 MOST = 24  # tokens of a text
 PROMPTS = ["one two three one two", "abcabcabcabc", "Was it a car or a cat I saw?", "to be or not to be, to be or"]
 SCHEMA = {"enum": ["yes", "no", "perhaps"]}
