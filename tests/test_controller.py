@@ -54,6 +54,16 @@ def texts(agreement: float | str, length: int, count: int) -> Callable[[], list[
     return lambda: [Text(each[place % len(each)], length, seed=place) for place in range(count)]  # type: ignore[arg-type]
 
 
+def by_plain(machine: Callable[[], Machine], agreement: float, length: int, count: int, rows: int) -> float:
+    """Give auto's speed over plain decoding's, of the second to fourth turn of as many texts each."""
+    one, gained = machine(), []
+    controller = Controller(one.profile(rows))
+    for turn in range(4):
+        coming = lambda: [Text(agreement, length, seed=1000 * turn + place) for place in range(count)]  # noqa: B023, E731
+        gained.append(run(one, coming(), rows, controller) / run(machine(), coming(), rows, fixed=0))
+    return sum(gained[1:]) / 3
+
+
 # --- what is gained
 
 
@@ -147,22 +157,12 @@ def test_sixteen_texts_go_on_being_tried_while_their_guesses_are_right(machine: 
 @pytest.mark.parametrize("machine", [cpu, reading_card])
 def test_sixteen_texts_that_are_seldom_right_are_not_tried_on_and_on(machine: Callable[[], Machine]) -> None:
     """Of sixteen rows one is right nearly always: that alone is no reason to try again at once."""
-    one, gained = machine(), []
-    controller = Controller(one.profile(16))
-    for seed in range(4):
-        coming = lambda: [Text(0.3, 128, seed=1000 * seed + place) for place in range(32)]  # noqa: B023, E731
-        gained.append(run(one, coming(), 16, controller) / run(machine(), coming(), 16, fixed=0))
-    assert sum(gained[1:]) / 3 > 0.965
+    assert by_plain(machine, 0.3, 128, 32, rows=16) > 0.965
 
 
 def test_what_a_draft_reads_beside_a_prompt_counts_too() -> None:
     """Texts of eight tokens, never right: their drafts read when their prompts do, where the clock tells nothing."""
-    one, gained = reading_card(), []
-    controller = Controller(one.profile(1))
-    for turn in range(4):
-        coming = lambda: [Text(0.0, 8, seed=100 * turn + place) for place in range(16)]  # noqa: B023, E731
-        gained.append(run(one, coming(), 1, controller) / run(reading_card(), coming(), 1, fixed=0))
-    assert sum(gained[1:]) / 3 > 0.98
+    assert by_plain(reading_card, 0.0, 8, 16, rows=1) > 0.98
 
 
 @pytest.mark.parametrize("feeding", [0.0, 0.4, 0.9])

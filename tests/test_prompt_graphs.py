@@ -106,8 +106,7 @@ def test_texts_are_gone_on_with_from_wherever_they_stand(make: Any, num_tokens: 
             torch.testing.assert_close(pool[32:], kept[32:], equal_nan=True)  # nobody wrote all of it
 
 
-def test_texts_that_no_pass_is_large_enough_to_go_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.model.prompt_graphs.MOST_PASSES", 8)
+def test_texts_that_no_pass_is_large_enough_to_go_on_with() -> None:
     with LLM(tiny_target(), method="none", tokenizer=byte_tokenizer(), max_model_len=LONGEST, max_num_seqs=8) as llm:
         graphs = captured(llm.engine.runner)
         tokens, tables = torch.full((1, 257), 65), torch.arange(2, 2 + blocks_for(LONGEST))[None]
