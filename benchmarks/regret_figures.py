@@ -105,6 +105,7 @@ def verdicts(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if one["text"] == MIXED and fixed:
             best = min(fixed, key=lambda setting: fixed[setting])
             mixed.append({"name": one["name"], "best": best, "gain": fixed[best] - 1, "rows": one["rows"]})
+    whole = [workload(found, pair) for pair in dict.fromkeys(str(one.get("pair")) for one in found)]
     return {
         "never slower": {
             "bound": MOST_REGRET,
@@ -117,7 +118,30 @@ def verdicts(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "cells": mixed,
             "reached": all(one["gain"] >= LEAST_GAIN for one in mixed) if mixed else None,
         },
+        "workload": {
+            "bound": LEAST_GAIN,
+            "pairs": whole,
+            "reached": all(one["gain"] >= LEAST_GAIN for one in whole) if whole else None,
+        },
     }
+
+
+def workload(found: Sequence[dict[str, Any]], pair: str) -> dict[str, Any]:
+    """Take all cells of a pair as one workload: as many tokens of each row of each cell, whoever is at it.
+
+    What is best among fixed lengths is one for all of them then, as it is for a server whose traffic changes.
+    """
+    cells = [one for one in found if str(one.get("pair")) == pair]
+    settings = set.intersection(*(set(one["rates"]) for one in cells)) - {AUTO}
+    tokens = sum(one["rows"] for one in cells)
+
+    def rate(setting: str) -> float:
+        return tokens / sum(one["rows"] / median(one["rates"][setting]) for one in cells)
+
+    rates = {setting: rate(setting) for setting in (AUTO, *sorted(settings))}
+    best = max(settings, key=lambda setting: rates[setting])
+    gain = rates[AUTO] / rates[best] - 1
+    return {"pair": pair, "cells": len(cells), "rates": rates, "best": best, "gain": gain}
 
 
 def regret_table(found: Sequence[dict[str, Any]]) -> Table:

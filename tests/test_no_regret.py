@@ -60,6 +60,19 @@ def test_auto_is_held_against_the_best_of_all_others_and_losing_cells_are_listed
     assert table.title and "Tokens a second" in str(table.title)
 
 
+def test_all_cells_of_a_pair_are_one_workload_for_one_length() -> None:
+    """A length that is best somewhere is not best everywhere: 1 row at 10 or 20, 2 rows at 30 or 24 tokens a second."""
+    alone = judged(Cell(1, 64, 0.0, 0.9), {"auto": [20.0], "off": [10.0], "3": [20.0]}, pair="a")
+    two = judged(Cell(2, 64, 0.0, 0.0), {"auto": [30.0], "off": [30.0], "3": [24.0]}, pair="a")
+    other = judged(Cell(1, 64, 0.0, 0.0), {"auto": [9.0], "off": [10.0]}, pair="b")
+    told = verdicts([alone, two, other])["workload"]
+    first, second = told["pairs"]
+    assert first["cells"] == 2 and first["best"] == "3" and not told["reached"]
+    assert first["rates"]["off"] == pytest.approx(3 / (1 / 10 + 2 / 30))
+    assert first["gain"] == pytest.approx((1 / 20 + 2 / 24) / (1 / 20 + 2 / 30) - 1)
+    assert second["gain"] == pytest.approx(-0.1)
+
+
 def test_the_cells_hold_every_number_of_rows_length_temperature_and_agreement() -> None:
     found = cells([1, 4, 16, 32], [8, 64, 256, 512], [0.0, 0.7, 1.0, 1.5], [0.0, 0.3, 0.6, 0.8, 0.95], 64)
     assert len(found) == len(set(found)) < 50

@@ -158,6 +158,7 @@ class Controller:
         self._last: dict[str, int] = {}  # by drafter, the length chosen last
         self._trials: defaultdict[str, Trials] = defaultdict(Trials)  # by drafter
         self._owed_plain: dict[str, float] = {}  # by drafter, seconds that plain rounds lost and are to be earned again
+        self._compared: set[str] = set()  # drafters whose last round was a plain one for the sake of knowledge
         self._settled: dict[str, tuple[list[int], int]] = {}  # by drafter, who was not to guess, and since when
         self._read_ahead = 0.0  # seconds by which the last round was late, since the host asked for what the next reads
 
@@ -185,13 +186,18 @@ class Controller:
         if worth <= plain * (LOYALTY if self._last.get(party.drafter) == 0 else 1):
             worth, length, members = plain, 0, []
         self._last[party.drafter] = length
+        if party.drafter in self._compared:  # and what was not guessed then is to be read now
+            self._owed_plain[party.drafter] += plan.reading(members)
+            self._compared.discard(party.drafter)
         probe = reference = False
         if len(members) < len(wishes) and (tried := self._tried(party, plan, wishes, length, members)):
             length, members, probe = length or plan.probe_length(), tried, True
         elif length and self._doubtful(party, length, worth / plain):
             self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
             length, members, reference = 0, [], True
-        self._settled[party.drafter] = [id(wish.sequence) for wish in wishes], STANDS if members else 0
+            self._compared.add(party.drafter)
+        stands = not members and not reference  # after a plain round that was run to compare, guesses go on
+        self._settled[party.drafter] = [id(wish.sequence) for wish in wishes], 0 if stands else STANDS
         return Choice(self._dealt(party, wishes, length, members, outlooks), probe, reference)
 
     def _tried(
