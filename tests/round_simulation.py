@@ -116,11 +116,12 @@ def run(
 ) -> float:
     """Generate all texts, at most `rows` at a time, by a controller or with a fixed length; give tokens a second."""
     waiting, running, seconds, tokens = list(texts), [], 0.0, 0
+    ended: list[Text] = []
     while waiting or running:
         come = min(len(waiting), rows - len(running))
         running += [waiting.pop(0) for _ in range(come)]
         party = Party("draft", len(running), machine.most, inside=machine.inside, narrows=not machine.inside)
-        mosts = [min(machine.most, one.limit - one.num_generated - 1) for one in running]
+        mosts = [max(0, min(machine.most, one.limit - one.num_generated - 1)) for one in running]
         lags = [max(0, one.num_generated + machine.prompt - one.cached) for one in running]
         probe = False
         if controller is not None:
@@ -139,6 +140,8 @@ def run(
         seconds += drafting + passing + feeding + come * machine.busy
         given = 0
         for one, length, (made, right) in zip(running, wanted, outcome, strict=True):
+            if one.num_generated >= one.limit:
+                continue
             one.num_generated += right + 1
             given += right + 1
             if length:
@@ -155,7 +158,11 @@ def run(
             asked_for, clean = (width, max(wanted), asked, given), not (come and machine.busy)
             times = RoundTimes(whole, drafting, feeding, *asked_for, clean, fed=fed, apart=apart)
             controller.took(party, probe, times)
-        running = [one for one in running if one.num_generated < one.limit]
+        # On a card the host sees a round later that guesses have ended a text, unless it is alone and waited for.
+        late = machine.inside and width and len(running) > 1
+        over = [one for one in running if one.num_generated >= one.limit] if late else []
+        running = [one for one in running if one.num_generated < one.limit or (late and one not in ended)]
+        ended = over
     return tokens / seconds
 
 

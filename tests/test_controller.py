@@ -132,10 +132,10 @@ def test_a_text_that_becomes_predictable_gets_guesses_within_a_few_dozen_tokens(
 def test_texts_that_can_be_guessed_are_found_out_after_others_that_could_not(rows: int) -> None:
     """Texts of 128 tokens: a first wrong guess, or a probe of texts that are over, must not cost much of the speed."""
     gained = []
-    for seed in range(6):
+    for seed in range(12):  # a trial has been a moment ago, or long ago
         one = card()
         controller = Controller(one.profile(rows))
-        run(one, [Text(0.0, 128, seed=place) for place in range(2 * rows)], rows, controller)
+        run(one, [Text(0.0, 100 + 10 * seed, seed=place) for place in range(2 * rows)], rows, controller)
         texts = [[Text(0.8, 128, seed=100 + rows * seed + place) for place in range(rows)] for _ in range(3)]
         auto = run(one, texts[0], rows, controller)
         gained.append(auto / max(run(card(), texts[1], rows, fixed=3), run(card(), texts[2], rows, fixed=5)))
@@ -167,6 +167,19 @@ def test_sixteen_texts_that_are_seldom_right_are_not_tried_on_and_on(machine: Ca
 def test_what_a_draft_reads_beside_a_prompt_counts_too() -> None:
     """Texts of eight tokens, never right: their drafts read when their prompts do, where the clock tells nothing."""
     assert by_plain(reading_card, 0.0, 8, 16, rows=1) > 0.98
+
+
+@pytest.mark.parametrize("agreement", [0.6, 0.95])
+def test_a_row_that_stands_idle_for_a_round_when_its_text_ends_counts_too(agreement: float) -> None:
+    """Four texts of eight tokens on a card: with the idle rounds plain decoding is best, or close to it."""
+    ratios = []
+    for seed in range(4):
+        coming = lambda turn: [Text(agreement, 8, seed=1000 * (10 * seed + turn) + at) for at in range(128)]  # noqa: B023, E731
+        controller = Controller(reading_card().profile(4))
+        run(reading_card(), coming(0), 4, controller)
+        auto = run(reading_card(), coming(1), 4, controller)
+        ratios.append(auto / max(run(reading_card(), coming(1), 4, fixed=length) for length in (0, 1, 3, 8)))
+    assert sum(ratios) / len(ratios) > 0.97
 
 
 @pytest.mark.parametrize("feeding", [0.0, 0.4, 0.9])

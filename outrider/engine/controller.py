@@ -62,6 +62,11 @@ class Wish:
         return self.sequence.limit - len(self.sequence) - 1
 
     @property
+    def in_all(self) -> int:
+        """Tokens of the whole text, if it becomes as long as it may be."""
+        return max(1, self.sequence.limit - len(self.sequence) + self.sequence.num_generated)
+
+    @property
     def left(self) -> int:
         """Tokens to come: as many as it may have, but a text is not expected to become more than twice as long."""
         one = self.sequence
@@ -98,6 +103,15 @@ class Party:
         """The pass with so many guesses."""
         kind = self.drafter if num_tokens and (self.trees or self.inside) else CHAIN
         return PassShape(self.num_rows, num_tokens, kind, self.drawn, self.context)
+
+    @property
+    def late(self) -> bool:
+        """Whether a row stands idle for a round once its text has ended with guesses: the host sees it a round later.
+
+        Where a text ends without guesses is known before, and one that is alone is waited for. Texts of eight tokens,
+        four at a time, take three and a half rounds for two with three guesses each.
+        """
+        return self.inside and self.num_rows > 1
 
     def calls(self, num_lagging: int) -> int:
         """In how many calls the drafter reads what so many rows lack: on a card they are read together."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["FAR", "Profiler", "clear_blocks", "nobodys_rows"]
 
 logger = logging.getLogger("outrider")
-FORMAT = 3  # of the files that are kept
+FORMAT = 4  # of the files that are kept
 BUDGET = 1.0  # seconds for each of the four things that are timed; what nothing can be said without comes first
 TURNS = 3
 FAR = 1024  # cached tokens of a second look, for what context costs
@@ -114,7 +114,8 @@ class Profiler:
             return 0.0, 0.0
         most = min(FED_ROWS, self._num_rows) if whole and drafter.device_side and self._together else 1
         slots = (idle,) if most == 1 else tuple(range(most))  # one each: drafters keep count by slot
-        rows = {count: self._reading(count, length, slots[:count], whole=whole) for count in (1, most)}
+        half = max(1, most // 2)  # a card reads its first tokens for nothing: what more of them take shows between many
+        rows = {count: self._reading(count, length, slots[:count], whole=whole) for count in {1, half, most}}
 
         def forget() -> None:
             for slot in slots:
@@ -126,11 +127,12 @@ class Profiler:
 
         few = min(FED[0], lacking)
         try:
-            taken = _fastest({key: partial(read, *key) for key in ((1, few), (most, lacking))}, self._device)
+            begin = (half, lacking) if half < most else (1, few)
+            taken = _fastest({key: partial(read, *key) for key in {(1, few), begin, (most, lacking)}}, self._device)
         finally:
             forget()
-        more = max(1, most * lacking - few)
-        token = max(0.0, taken[most, lacking] - taken[1, few]) / more
+        more = max(1, (most - half) * lacking if half < most else lacking - few)
+        token = max(0.0, taken[most, lacking] - taken[begin]) / more
         return max(0.0, taken[1, few] - token * few), token
 
     # --- what is timed

@@ -59,12 +59,14 @@ class Weighing:
 
     def worth(self, length: int, members: Seq[int]) -> float:
         """Tokens a second, weighed by what they take as things go."""
-        tokens, reading = float(self._party.num_rows), 0.0
+        tokens, reading, ending = float(self._party.num_rows), 0.0, 0.0
         for row in members:
             gain = self._gain(row, length)
             tokens += self._weights[row] * gain
             reading += self._lags[row] * (1 + gain)
-        return tokens / (self.seconds(length, members) + reading)
+            ending += (1 + gain) / self._wishes[row].in_all  # each token's share of its text's end
+        idle = ending / self._party.num_rows if self._party.late else 0.0
+        return tokens / (self.seconds(length, members) * (1 + idle) + reading)
 
     def seconds(self, length: int, members: Seq[int]) -> float:
         """Seconds of the round, without what is to be read before."""
