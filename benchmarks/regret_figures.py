@@ -62,7 +62,7 @@ def cells(
     found += [Cell(1, usual, first, agreement) for agreement in agreements]
     found += [Cell(rows[len(rows) // 2], min(tokens), first, agreement) for agreement in (low, high)]
     found += [Cell(1, usual, one, agreement) for one in temperatures[1:] for agreement in (low, high)]
-    found.append(Cell(rows[-1], min(tokens), first, low))
+    found += [Cell(rows[-1], min(tokens), first, agreement) for agreement in (low, high)]
     found.append(Cell(rows[-1], usual, temperatures[-1], high))
     return list(dict.fromkeys(found))
 
