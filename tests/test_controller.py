@@ -169,6 +169,30 @@ def test_what_a_draft_reads_beside_a_prompt_counts_too() -> None:
     assert by_plain(reading_card, 0.0, 8, 16, rows=1) > 0.98
 
 
+def test_what_is_thought_of_the_next_text_is_not_ruled_by_those_that_take_longest() -> None:
+    """Requests with eight guesses each came before: three of four of their rounds were of texts that are never right.
+
+    The next texts, of the same three kinds, were held for hard ones and went without guesses: 0.90 of one guess for all
+    on an H200, 0.95 here.
+    """
+
+    class Eight(Controller):
+        def choose(self, party: Party, wishes: Any) -> Choice:
+            return Choice([min(8, wish.most) for wish in wishes])
+
+    def coming(seed: int) -> list[Text]:
+        return [Text((0.0, 0.6, 0.95)[at % 3], 128, seed=1000 * seed + at) for at in range(24)]
+
+    gained = []
+    for seed in range(8):
+        controller = Eight(reading_card().profile(4))
+        run(reading_card(), coming(100 + seed), 4, controller)
+        controller.__class__ = Controller
+        auto = run(reading_card(), coming(seed), 4, controller)
+        gained.append(auto / max(run(reading_card(), coming(seed), 4, fixed=length) for length in (0, 1, 3)))
+    assert sum(gained) / len(gained) > 0.975
+
+
 @pytest.mark.parametrize("agreement", [0.6, 0.95])
 def test_a_row_that_stands_idle_for_a_round_when_its_text_ends_counts_too(agreement: float) -> None:
     """Four texts of eight tokens on a card: with the idle rounds plain decoding is best, or close to it."""

@@ -95,13 +95,13 @@ class _Evidence:
                     column[:] = [value / self._unit for value in column]
             self._unit = 1.0
 
-    def add(self, asked: int, drafted: int, accepted: int) -> None:
-        """Take in one row of a round."""
+    def add(self, asked: int, drafted: int, accepted: int, weight: float = 1.0) -> None:
+        """Take in one row of a round, which counts so much."""
         if asked > len(self.wide[1]):
             for pair in (self.right, self.made, self.wide):
                 for column in pair:
                     column.extend([0.0] * (asked - len(column)))
-        unit = self._unit
+        unit = self._unit * weight
         for place in range(asked):
             made = place < drafted
             self.wide[0][place] += unit * made
@@ -160,13 +160,18 @@ class Reputation:
             found.append(_Chances(right, made, wide))
         return found[:most]
 
-    def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float]) -> None:
-        """Take in one row of a round, and how likely each view held its first guess to be right."""
+    def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float], weight: float = 1.0) -> None:
+        """Take in one row of a round, and how likely each view held its first guess to be right.
+
+        `weight`: tokens that the row's rounds give, by those before. Texts that are hard to guess take many rounds each,
+        and easy ones few: with rounds counted alike, the next text would be held for a hard one. The memory that is to
+        follow a change of traffic at once counts them alike.
+        """
         self.num_rounds += 1
         for memory, seen in self._seen.items():
             self._chances[memory] = []
             seen.fade(memory)
-            seen.add(asked, drafted, accepted)
+            seen.add(asked, drafted, accepted, weight if memory == SLOW else 1.0)
         for place, chance in enumerate(foretold):
             likely = min(SURE, max(1 - SURE, chance if accepted else 1 - chance))
             self._losses[place] = LOSS_MEMORY * self._losses[place] - math.log(likely)
@@ -188,6 +193,7 @@ class Agreement:
         self._own = {view.own: _Evidence() for view in VIEWS}
         self._last: tuple[tuple[int, int], Outlook] | None = None  # stands until something is learned or forgotten
         self.pace = reputation.pace
+        self._tokens = 1.0  # of its rounds with guesses, lately
 
     @property
     def untried(self) -> bool:
@@ -226,7 +232,8 @@ class Agreement:
             own, first = self._own[memory], self._reputation.chances(1, shared)[0]
             made, right = own.share(own.made, 0, first.made, weight), own.share(own.right, 0, first.right, weight)
             foretold.append(made * right)
-        self._reputation.learn(asked, drafted, accepted, foretold)
+        self._reputation.learn(asked, drafted, accepted, foretold, self._tokens)
+        self._tokens += PACE_RATE * (1 + accepted - self._tokens)
         for memory, own in self._own.items():
             own.fade(memory)
             own.add(asked, drafted, accepted)
