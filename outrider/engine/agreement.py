@@ -163,7 +163,7 @@ class Reputation:
     def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float], weight: float = 1.0) -> None:
         """Take in one row of a round, and how likely each view held its first guess to be right.
 
-        `weight`: tokens that the row's rounds give, by those before. Texts that are hard to guess take many rounds each,
+        `weight`: tokens that the row's rounds give, by those before. Texts that are hard to guess take many rounds,
         and easy ones few: with rounds counted alike, the next text would be held for a hard one. The memory that is to
         follow a change of traffic at once counts them alike.
         """
