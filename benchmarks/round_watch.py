@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outrider import LLM
-    from outrider.engine.controller import RoundTimes
+    from outrider.engine.choice import RoundTimes
     from outrider.engine.flight import Decision
 
 __all__ = ["RoundWatch"]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from outrider.engine.controller import Controller, Party, RoundTimes, Wish
+from outrider.engine.choice import Party, RoundTimes, Wish
+from outrider.engine.controller import Controller
 from outrider.engine.cost import CHAIN, Grid, RoundCosts
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.engine.controller import Choice, Controller, Party, RoundTimes, Wish
+from outrider.engine.choice import Choice, Party, RoundTimes, Wish
+from outrider.engine.controller import Controller
 from outrider.engine.cost import CHAIN, Grid, PassShape, RoundCosts
 from outrider.engine.trials import Trials
 from tests.round_simulation import Machine, Text, compared, run
@@ -280,8 +281,8 @@ def taught(controller: Controller, text: Text, right: int, rounds: int = 12, ask
 
 
 def no_trials_now(controller: Controller) -> None:
-    controller._trials["draft"].begin(1.0)
-    controller._owed_plain["draft"] = 1.0
+    controller._courses["draft"].trials.begin(1.0)
+    controller._courses["draft"].comparisons.begin(1.0)
 
 
 def test_one_good_row_does_not_widen_everybodys_round() -> None:

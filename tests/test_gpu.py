@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from outrider import LLM, Grammar, SamplingParams
-from outrider.engine.controller import Choice, Controller
+from outrider.engine.choice import Choice
+from outrider.engine.controller import Controller
 from outrider.model.kv_cache import TRASH_BLOCK, blocks_for
 from tests.eagle_checkpoints import write
 from tests.scripted import ScriptedDrafter, engine_with

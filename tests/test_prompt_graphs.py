@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.engine.controller import Choice, Controller
+from outrider.engine.choice import Choice
+from outrider.engine.controller import Controller
 from outrider.model.kv_cache import blocks_for
 from outrider.model.prompt_graphs import PromptGraphs
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_sliding, tiny_target

@@ -18,144 +18,43 @@ where it is in doubt whether drafting pays at all.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from outrider.engine.agreement import Agreement, Outlook, Reputation
-from outrider.engine.cost import CHAIN, PassShape, RoundCosts
-from outrider.engine.trials import Trials
+from outrider.engine.choice import Choice
+from outrider.engine.cost import CHAIN, RoundCosts
+from outrider.engine.trials import Comparisons, Trials
 from outrider.engine.weighing import Weighing, weighed_lengths
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from outrider.engine.choice import Party, RoundTimes, Wish
     from outrider.sequence import Sequence
 
-__all__ = ["Choice", "Controller", "Party", "RoundTimes", "Wish"]
+__all__ = ["Controller"]
 
-REFERENCE_SHARE = 0.005  # of the time that may be lost by plain rounds, where drafting seems to pay
-FIRST_REFERENCE = 32  # rounds before the first of these: a short text is better used
 LOYALTY = 1.02  # what the last length is favoured by, so that the choice does not flicker
 CERTAIN = 3.0  # deviations between drafting and plain decoding beyond which no plain round is run to compare
 STANDS = 8  # rounds for which it is not asked anew, while nobody guesses, whether anybody should
-SOONEST_END = 64  # tokens that a text is expected to go on for, at least, if it may
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What a row could use.
-
-    Attributes:
-        sequence: Whose row.
-        most: Guesses that it may be given.
-        lag: Tokens that its drafter must read before it can guess for it.
-    """
-
-    sequence: Sequence
-    most: int
-    lag: int = 0
-
-    @property
-    def ends_with(self) -> int:
-        """Guesses with which the text would be as long as it may be."""
-        return self.sequence.limit - len(self.sequence) - 1
-
-    @property
-    def in_all(self) -> int:
-        """Tokens of the whole text, if it becomes as long as it may be."""
-        return max(1, self.sequence.limit - len(self.sequence) + self.sequence.num_generated)
-
-    @property
-    def left(self) -> int:
-        """Tokens to come: as many as it may have, but a text is not expected to become more than twice as long."""
-        one = self.sequence
-        return max(1, min(one.limit - len(one), max(one.num_generated, SOONEST_END)))
-
-
-@dataclass(frozen=True)
-class Party:
-    """A drafter and the round that it drafts in.
+@dataclass
+class _Course:
+    """How one drafter fared lately.
 
     Attributes:
-        drafter: Its name.
-        num_rows: Rows of the round, those of others included.
-        most: Guesses of an ordinary round at most: with `DRAFT_LENGTHS`, what there is to choose from.
-        trees: Whether guesses are trees.
-        inside: Whether the pass makes them itself (a captured round).
-        narrows: Whether the pass is cut to the longest proposal.
-        drawn: Whether any row of the round draws its tokens.
-        context: Tokens of a row, on average.
-        floor: Guesses that the pass is as wide as in any case.
+        trials, comparisons: Of it.
+        last: Its length that was chosen last.
+        resting: The rows that were not to guess, and for how many rounds that has stood.
     """
 
-    drafter: str
-    num_rows: int
-    most: int
-    trees: bool = False
-    inside: bool = False
-    narrows: bool = False
-    drawn: bool = False
-    context: int = 0
-    floor: int = 0
-
-    def shape(self, num_tokens: int) -> PassShape:
-        """The pass with so many guesses."""
-        kind = self.drafter if num_tokens and (self.trees or self.inside) else CHAIN
-        return PassShape(self.num_rows, num_tokens, kind, self.drawn, self.context)
-
-    @property
-    def late(self) -> bool:
-        """Whether a row stands idle for a round once its text has ended with guesses: the host sees it a round later.
-
-        Where a text ends without guesses is known before, and one that is alone is waited for. Texts of eight tokens,
-        four at a time, take three and a half rounds for two with three guesses each.
-        """
-        return self.inside and self.num_rows > 1
-
-    def calls(self, num_lagging: int) -> int:
-        """In how many calls the drafter reads what so many rows lack: on a card they are read together."""
-        return min(1, num_lagging) if self.inside else num_lagging
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Guesses for each row, and whether any of it is for the sake of knowledge alone."""
-
-    lengths: list[int]
-    probe: bool = False
-    reference: bool = False
-
-
-@dataclass(frozen=True)
-class RoundTimes:
-    """What a round took, by the host's clock.
-
-    Attributes:
-        seconds: In all, but for what drafters read before it, where that was timed apart.
-        drafting: Of these, for guesses made outside of the pass.
-        feeding: For what drafters read before it. On a card, where the host runs ahead, that is the time to ask for it.
-        width: Guesses that the pass was as wide as.
-        asked: Guesses that the drafter was asked for, and for how many rows.
-        rows_asked: See `asked`.
-        tokens: Tokens that it gave, all rows together.
-        clean: Whether nothing else was done in that time.
-        fed: Tokens that drafters read before it, of each row that lacked some.
-        apart: Whether that was timed apart.
-        delayed: Whether the host asked for what drafters read before the next round, before it saw this one's end.
-    """
-
-    seconds: float
-    drafting: float
-    feeding: float
-    width: int
-    asked: int
-    rows_asked: int
-    tokens: int
-    clean: bool = True
-    fed: tuple[int, ...] = ()
-    apart: bool = True
-    delayed: bool = False
+    trials: Trials = field(default_factory=Trials)
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    last: int | None = None
+    resting: tuple[list[int], int] = field(default_factory=lambda: ([], STANDS))
 
 
 class Controller:
@@ -169,11 +68,7 @@ class Controller:
         self.costs = costs
         self._agreements: WeakKeyDictionary[Sequence, dict[str, Agreement]] = WeakKeyDictionary()
         self._reputations: dict[tuple[str, bool], Reputation] = {}
-        self._last: dict[str, int] = {}  # by drafter, the length chosen last
-        self._trials: defaultdict[str, Trials] = defaultdict(Trials)  # by drafter
-        self._owed_plain: dict[str, float] = {}  # by drafter, seconds that plain rounds lost and are to be earned again
-        self._compared: set[str] = set()  # drafters whose last round was a plain one for the sake of knowledge
-        self._settled: dict[str, tuple[list[int], int]] = {}  # by drafter, who was not to guess, and since when
+        self._courses: defaultdict[str, _Course] = defaultdict(_Course)  # by drafter
         self._read_ahead = 0.0  # seconds by which the last round was late, since the host asked for what the next reads
 
     # --- before a round
@@ -183,42 +78,44 @@ class Controller:
         longest = max((wish.most for wish in wishes), default=0)
         if longest <= 0:
             return Choice([0] * len(wishes))
-        if self._stands(party, wishes):
+        course = self._courses[party.drafter]
+        if self._stands(course, wishes):
             return Choice(self._dealt(party, wishes, 0, []))
         lengths = weighed_lengths(party.most, longest)
         outlooks = [self._outlook(party, wish) for wish in wishes]
         paces = [self._agreement(party.drafter, wish.sequence).pace for wish in wishes]
         plan = Weighing(self.costs, party, wishes, outlooks, paces, lengths)
-        plain = plan.worth(0, [])
-        self._owed_plain.setdefault(party.drafter, FIRST_REFERENCE * REFERENCE_SHARE * plan.seconds(0, []))
-        best = max(
-            (plan.worth(length, members) * (LOYALTY if length == self._last.get(party.drafter) else 1), length, members)
-            for length in lengths
-            for members in plan.memberships(length)
-        )
-        worth, length, members = best
-        if worth <= plain * (LOYALTY if self._last.get(party.drafter) == 0 else 1):
-            worth, length, members = plain, 0, []
-        self._last[party.drafter] = length
-        if party.drafter in self._compared:  # and what was not guessed then is to be read now
-            self._owed_plain[party.drafter] += plan.reading(members)
-            self._compared.discard(party.drafter)
+        ratio, length, members = self._best(plan, lengths, course.last)
+        course.last = length
+        course.comparisons.goes_on(plan.reading(members))
         probe = reference = False
         if len(members) < len(wishes) and (tried := self._tried(party, plan, wishes, length, members)):
             length, members, probe = length or plan.probe_length(), tried, True
-        elif length and self._doubtful(party, length, worth / plain):
-            self._owed_plain[party.drafter] = (1 - plain / worth) * plan.seconds(0, [])
+        elif length and course.comparisons.due(plan.seconds(0, [])) and self._doubtful(party, length, ratio):
+            course.comparisons.begin((1 - 1 / ratio) * plan.seconds(0, []))
             length, members, reference = 0, [], True
-            self._compared.add(party.drafter)
-        stands = not members and not reference  # after a plain round that was run to compare, guesses go on
-        self._settled[party.drafter] = [id(wish.sequence) for wish in wishes], 0 if stands else STANDS
+        rest = not members and not reference  # after a plain round that was run to compare, guesses go on
+        course.resting = [id(wish.sequence) for wish in wishes], 0 if rest else STANDS
         return Choice(self._dealt(party, wishes, length, members, outlooks), probe, reference)
+
+    @staticmethod
+    def _best(plan: Weighing, lengths: list[int], last: int | None) -> tuple[float, int, list[int]]:
+        """Give the best length, and for whom, with what it is worth by plain decoding: more than one, or length 0."""
+        plain = plan.worth(0, [])
+        worth, length, members = max(
+            (plan.worth(length, members) * (LOYALTY if length == last else 1), length, members)
+            for length in lengths
+            for members in plan.memberships(length)
+        )
+        if worth <= plain * (LOYALTY if last == 0 else 1):
+            return 1.0, 0, []
+        return worth / plain, length, members
 
     def _tried(
         self, party: Party, plan: Weighing, wishes: Seq[Wish], length: int, members: list[int]
     ) -> list[int] | None:
         """Begin a trial, if one may: those who take part and those who are tried beside them."""
-        trials = self._trials[party.drafter]
+        trials = self._courses[party.drafter].trials
         tried = plan.with_tried(members, trials.turn, trials.trusted)
         untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in tried)
         if not trials.due(untried=untried):
@@ -227,14 +124,13 @@ class Controller:
         trials.begin(foreseen, untried=untried)
         return tried
 
-    def _stands(self, party: Party, wishes: Seq[Wish]) -> bool:
+    @staticmethod
+    def _stands(course: _Course, wishes: Seq[Wish]) -> bool:
         """Whether these rows were not to guess a moment ago; without guesses there is nothing new to think about."""
-        rows, rounds = self._settled.get(party.drafter, ([], STANDS))
-        if rounds >= STANDS or rows != [id(one.sequence) for one in wishes]:
+        rows, rounds = course.resting
+        if rounds >= STANDS or rows != [id(one.sequence) for one in wishes] or course.trials.due(untried=False):
             return False
-        if self._trials[party.drafter].due(untried=False):
-            return False
-        self._settled[party.drafter] = rows, rounds + 1
+        course.resting = rows, rounds + 1
         return True
 
     def _dealt(
@@ -252,9 +148,7 @@ class Controller:
         return chosen
 
     def _doubtful(self, party: Party, length: int, ratio: float) -> bool:
-        """Whether it is time to run a plain round, to see that drafting is indeed worth more."""
-        if self._owed_plain.get(party.drafter, 0.0) > 0:
-            return False
+        """Whether drafting is worth so little more than plain decoding that what rounds cost may decide otherwise."""
         doubt = self.costs.doubt(party.shape(0)) + self.costs.doubt(party.shape(length))
         return ratio - 1 < CERTAIN * doubt
 
@@ -298,10 +192,9 @@ class Controller:
 
     def _passed(self, seconds: float) -> None:
         """Take in that time went by, in which what was lost is earned again."""
-        for trials in self._trials.values():
-            trials.passed(seconds)
-        for name, owed in self._owed_plain.items():
-            self._owed_plain[name] = max(0.0, owed - REFERENCE_SHARE * seconds)
+        for course in self._courses.values():
+            course.trials.passed(seconds)
+            course.comparisons.passed(seconds)
 
     def _read_trial(
         self, party: Party, times: RoundTimes, taken: float, feeding: float, expected: float, plain: float
@@ -313,7 +206,7 @@ class Controller:
         lost = taken - plain * times.tokens / party.num_rows
         gain = (times.tokens - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
         promising = gain * plain > expected - plain
-        self._trials[party.drafter].read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
+        self._courses[party.drafter].trials.read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
 
     def _feeding(self, party: Party, times: RoundTimes, expected: float) -> float:
         """Seconds for what drafters read before a round; where the host does not wait for it, by what was late for it.

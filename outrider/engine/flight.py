@@ -9,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from outrider.draft.drafter import Drafter
-    from outrider.engine.controller import Party
+    from outrider.engine.choice import Party
     from outrider.engine.round import RoundResult
     from outrider.sequence import Sequence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from outrider.engine.controller import RoundTimes
+from outrider.engine.choice import RoundTimes
 
 if TYPE_CHECKING:
     from outrider.engine.flight import Flight

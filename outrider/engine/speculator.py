@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.draft.drafter import PartedDrafter
-from outrider.engine.controller import Controller, Party, Wish
+from outrider.engine.choice import Party, Wish
+from outrider.engine.controller import Controller
 from outrider.engine.cost import Grid, unknown_costs
 from outrider.engine.flight import Decision
 from outrider.engine.round import Drafting
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outrider.draft.drafter import Drafter
-    from outrider.engine.controller import RoundTimes
+    from outrider.engine.choice import RoundTimes
     from outrider.engine.cost import RoundCosts
     from outrider.engine.profile import Profiler
     from outrider.engine.state import DeviceState

@@ -12,13 +12,47 @@ its end. How many must be right is a matter of what guesses cost: with sixteen r
 
 from __future__ import annotations
 
-__all__ = ["Trials"]
+__all__ = ["Comparisons", "Trials"]
 
 PROBE_SHARE = 0.01  # of the time that may be lost by trying what does not pay
 UNTRIED_SHARE = 0.5  # of what was lost that may be owed still when a text is tried for the first time
 MOST_MORE = 2  # trials of a text in a row after its first
 UNREAD = 0.01  # seconds that are owed at least until a trial is read
+REFERENCE_SHARE = 0.005  # of the time that may be lost by plain rounds, where drafting seems to pay
+FIRST_REFERENCE = 32  # rounds before the first of these: a short text is better used
 MOST_BLAME = 4.0  # times what a trial may lose: beyond it was something else, as a compilation or a neighbour
+
+
+class Comparisons:
+    """Plain rounds that are run where guesses seem to pay a little, to see that they do.
+
+    They cost what the guesses would have gained, and what drafts have to read after them.
+    """
+
+    def __init__(self) -> None:
+        self._owed: float | None = None  # seconds that were lost and time has not earned again; None before the first
+        self._was_last = False
+
+    def due(self, plain: float) -> bool:
+        """Whether one may be run; `plain`: seconds that it takes."""
+        if self._owed is None:
+            self._owed = FIRST_REFERENCE * REFERENCE_SHARE * plain
+        return self._owed <= 0
+
+    def begin(self, lost: float) -> None:
+        """One is run, which loses so many seconds."""
+        self._owed, self._was_last = lost, True
+
+    def goes_on(self, reading: float) -> None:
+        """Take in that another round follows, before which drafts read for so many seconds."""
+        if self._was_last and self._owed is not None:
+            self._owed += reading
+        self._was_last = False
+
+    def passed(self, seconds: float) -> None:
+        """Take in that time went by."""
+        if self._owed is not None:
+            self._owed = max(0.0, self._owed - REFERENCE_SHARE * seconds)
 
 
 class Trials:

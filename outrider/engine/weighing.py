@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from outrider.engine.agreement import Outlook
-    from outrider.engine.controller import Party, Wish
+    from outrider.engine.choice import Party, Wish
     from outrider.engine.cost import RoundCosts
 
 __all__ = ["Weighing", "weighed_lengths"]

@@ -9,7 +9,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculationConfig
-from outrider.engine.controller import Choice, Controller, Party, Wish
+from outrider.engine.choice import Choice, Party, Wish
+from outrider.engine.controller import Controller
 from outrider.engine.cost import CHAIN, Grid, RoundCosts
 from tests.cases_support import (
     GREEDY,

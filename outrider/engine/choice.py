@@ -1,0 +1,131 @@
+"""What the controller is asked and told: what rows wish, in which round, what it chose, and what the round took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outrider.engine.cost import CHAIN, PassShape
+
+if TYPE_CHECKING:
+    from outrider.sequence import Sequence
+
+__all__ = ["Choice", "Party", "RoundTimes", "Wish"]
+
+SOONEST_END = 64  # tokens that a text is expected to go on for, at least, if it may
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a row could use.
+
+    Attributes:
+        sequence: Whose row.
+        most: Guesses that it may be given.
+        lag: Tokens that its drafter must read before it can guess for it.
+    """
+
+    sequence: Sequence
+    most: int
+    lag: int = 0
+
+    @property
+    def ends_with(self) -> int:
+        """Guesses with which the text would be as long as it may be."""
+        return self.sequence.limit - len(self.sequence) - 1
+
+    @property
+    def in_all(self) -> int:
+        """Tokens of the whole text, if it becomes as long as it may be."""
+        return max(1, self.sequence.limit - len(self.sequence) + self.sequence.num_generated)
+
+    @property
+    def left(self) -> int:
+        """Tokens to come: as many as it may have, but a text is not expected to become more than twice as long."""
+        one = self.sequence
+        return max(1, min(one.limit - len(one), max(one.num_generated, SOONEST_END)))
+
+
+@dataclass(frozen=True)
+class Party:
+    """A drafter and the round that it drafts in.
+
+    Attributes:
+        drafter: Its name.
+        num_rows: Rows of the round, those of others included.
+        most: Guesses of an ordinary round at most: with `DRAFT_LENGTHS`, what there is to choose from.
+        trees: Whether guesses are trees.
+        inside: Whether the pass makes them itself (a captured round).
+        narrows: Whether the pass is cut to the longest proposal.
+        drawn: Whether any row of the round draws its tokens.
+        context: Tokens of a row, on average.
+        floor: Guesses that the pass is as wide as in any case.
+    """
+
+    drafter: str
+    num_rows: int
+    most: int
+    trees: bool = False
+    inside: bool = False
+    narrows: bool = False
+    drawn: bool = False
+    context: int = 0
+    floor: int = 0
+
+    def shape(self, num_tokens: int) -> PassShape:
+        """The pass with so many guesses."""
+        kind = self.drafter if num_tokens and (self.trees or self.inside) else CHAIN
+        return PassShape(self.num_rows, num_tokens, kind, self.drawn, self.context)
+
+    @property
+    def late(self) -> bool:
+        """Whether a row stands idle for a round once its text has ended with guesses: the host sees it a round later.
+
+        Where a text ends without guesses is known before, and one that is alone is waited for. Texts of eight tokens,
+        four at a time, take three and a half rounds for two with three guesses each.
+        """
+        return self.inside and self.num_rows > 1
+
+    def calls(self, num_lagging: int) -> int:
+        """In how many calls the drafter reads what so many rows lack: on a card they are read together."""
+        return min(1, num_lagging) if self.inside else num_lagging
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Guesses for each row, and whether any of it is for the sake of knowledge alone."""
+
+    lengths: list[int]
+    probe: bool = False
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """What a round took, by the host's clock.
+
+    Attributes:
+        seconds: In all, but for what drafters read before it, where that was timed apart.
+        drafting: Of these, for guesses made outside of the pass.
+        feeding: For what drafters read before it. On a card, where the host runs ahead, that is the time to ask for it.
+        width: Guesses that the pass was as wide as.
+        asked: Guesses that the drafter was asked for, and for how many rows.
+        rows_asked: See `asked`.
+        tokens: Tokens that it gave, all rows together.
+        clean: Whether nothing else was done in that time.
+        fed: Tokens that drafters read before it, of each row that lacked some.
+        apart: Whether that was timed apart.
+        delayed: Whether the host asked for what drafters read before the next round, before it saw this one's end.
+    """
+
+    seconds: float
+    drafting: float
+    feeding: float
+    width: int
+    asked: int
+    rows_asked: int
+    tokens: int
+    clean: bool = True
+    fed: tuple[int, ...] = ()
+    apart: bool = True
+    delayed: bool = False
