@@ -134,6 +134,7 @@ class Reputation:
         self.num_rounds = 0  # that were taken in
         self.pace = 1.0  # of texts lately, see `Agreement`
         self._seen = {memory: _Evidence(FIRST_CHANCE, FIRST_WEIGHT) for memory in (FAST, SLOW)}
+        self._tokens = 1.0  # of a round with guesses, usually
         self._depths: dict[int, int] = {}  # of trees: nodes asked for -> places reached
         self._losses = [0.0] * len(VIEWS)
         self._chances: dict[float, list[_Chances]] = {FAST: [], SLOW: []}  # as last asked for
@@ -160,14 +161,16 @@ class Reputation:
             found.append(_Chances(right, made, wide))
         return found[:most]
 
-    def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float], weight: float = 1.0) -> None:
+    def learn(self, asked: int, drafted: int, accepted: int, foretold: Sequence[float], tokens: float) -> None:
         """Take in one row of a round, and how likely each view held its first guess to be right.
 
-        `weight`: tokens that the row's rounds give, by those before. Texts that are hard to guess take many rounds,
-        and easy ones few: with rounds counted alike, the next text would be held for a hard one. The memory that is to
-        follow a change of traffic at once counts them alike.
+        `tokens`: what the row's rounds give, by those before. Texts that are hard to guess take many rounds, and easy
+        ones few: with rounds counted alike, the next text would be held for a hard one. So a round counts as its text's
+        rounds give tokens, by what is usual. The memory that is to follow new traffic at once counts them alike.
         """
         self.num_rounds += 1
+        weight = tokens / self._tokens
+        self._tokens += USUAL_RATE * (tokens - self._tokens)
         for memory, seen in self._seen.items():
             self._chances[memory] = []
             seen.fade(memory)
