@@ -105,7 +105,7 @@ def verdicts(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if one["text"] == MIXED and fixed:
             best = min(fixed, key=lambda setting: fixed[setting])
             mixed.append({"name": one["name"], "best": best, "gain": fixed[best] - 1, "rows": one["rows"]})
-    whole = [workload(found, pair) for pair in dict.fromkeys(str(one.get("pair")) for one in found)]
+    whole = [_workload(found, pair) for pair in dict.fromkeys(str(one.get("pair")) for one in found)]
     return {
         "never slower": {
             "bound": MOST_REGRET,
@@ -116,17 +116,21 @@ def verdicts(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "mixed": {
             "bound": LEAST_GAIN,
             "cells": mixed,
-            "reached": all(one["gain"] >= LEAST_GAIN for one in mixed) if mixed else None,
+            "reached": _reached(mixed),
         },
         "workload": {
             "bound": LEAST_GAIN,
             "pairs": whole,
-            "reached": all(one["gain"] >= LEAST_GAIN for one in whole) if whole else None,
+            "reached": _reached(whole),
         },
     }
 
 
-def workload(found: Sequence[dict[str, Any]], pair: str) -> dict[str, Any]:
+def _reached(gains: Sequence[dict[str, Any]]) -> bool | None:
+    return all(one["gain"] >= LEAST_GAIN for one in gains) if gains else None
+
+
+def _workload(found: Sequence[dict[str, Any]], pair: str) -> dict[str, Any]:
     """Take all cells of a pair as one workload: as many tokens of each row of each cell, whoever is at it.
 
     What is best among fixed lengths is one for all of them then, as it is for a server whose traffic changes.

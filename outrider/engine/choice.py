@@ -37,13 +37,12 @@ class Wish:
     @property
     def in_all(self) -> int:
         """Tokens of the whole text, if it becomes as long as it may be."""
-        return max(1, self.sequence.limit - len(self.sequence) + self.sequence.num_generated)
+        return self.ends_with + 1 + self.sequence.num_generated
 
     @property
     def left(self) -> int:
         """Tokens to come: as many as it may have, but a text is not expected to become more than twice as long."""
-        one = self.sequence
-        return max(1, min(one.limit - len(one), max(one.num_generated, SOONEST_END)))
+        return max(1, min(self.ends_with + 1, max(self.sequence.num_generated, SOONEST_END)))
 
 
 @dataclass(frozen=True)

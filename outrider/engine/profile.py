@@ -127,11 +127,11 @@ class Profiler:
 
         few = min(FED[0], lacking)
         try:
-            begin = (half, lacking) if half < most else (1, few)
+            begin = (half, lacking) if most > 1 else (1, few)
             taken = _fastest({key: partial(read, *key) for key in {(1, few), begin, (most, lacking)}}, self._device)
         finally:
             forget()
-        more = max(1, (most - half) * lacking if half < most else lacking - few)
+        more = max(1, most * lacking - begin[0] * begin[1])
         token = max(0.0, taken[most, lacking] - taken[begin]) / more
         return max(0.0, taken[1, few] - token * few), token
 
