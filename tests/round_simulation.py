@@ -6,6 +6,7 @@ decisions, not of this machine.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ class Machine:
         inside: Whether drafting is part of the pass.
         makes: Chance that there is any guess.
         prompt: Tokens of a text before its first.
+        admits: Prompts that are read beside a round.
         busy: Seconds for the prompt of a text that comes, in which the host also sends what the draft is to read.
         noise: Deviation of the logarithm of each round's time.
     """
@@ -67,6 +69,7 @@ class Machine:
     inside: bool = False
     makes: float = 1.0
     prompt: int = 33
+    admits: int = 1000
     busy: float = 0.0
     noise: float = 0.0
     slow: Callable[[int], float] = lambda _: 1.0
@@ -87,6 +90,10 @@ class Machine:
             return RoundCosts(grids, feeds={"draft": (self.call, self.token)})
         feeds = {"draft": (self.call, self.token)}
         return RoundCosts({CHAIN: Grid(passes)}, drafts={"draft": Grid(drafts)}, feeds=feeds)
+
+    def ceiling(self, running: list[Text], rows: int) -> float:
+        """Tokens a round beyond which texts wait for the next one's prompt."""
+        return sum(one.limit for one in running) / len(running) / ((rows - 1 or 0.01) / self.admits)
 
     def round(self, rows: list[Text], wanted: list[int]) -> tuple[list[tuple[int, int]], float, float, int]:
         """Play one: (guesses made, accepted) of each row, seconds of drafting and of the pass, and its width."""
@@ -119,9 +126,16 @@ def run(
     waiting, running, seconds, tokens = list(texts), [], 0.0, 0
     ended: list[Text] = []
     while waiting or running:
-        come = min(len(waiting), rows - len(running))
+        come = min(len(waiting), rows - len(running), machine.admits if running else rows)
         running += [waiting.pop(0) for _ in range(come)]
-        party = Party("draft", len(running), machine.most, inside=machine.inside, narrows=not machine.inside)
+        party = Party(
+            "draft",
+            len(running),
+            machine.most,
+            inside=machine.inside,
+            narrows=not machine.inside,
+            ceiling=machine.ceiling(running, rows) if waiting else math.inf,
+        )
         mosts = [max(0, min(machine.most, one.limit - one.num_generated - 1)) for one in running]
         lags = [max(0, one.num_generated + machine.prompt - one.cached) for one in running]
         probe = False

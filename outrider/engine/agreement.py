@@ -189,6 +189,7 @@ class Agreement:
 
     Attributes:
         pace: Tokens a round that it comes to as things go, resting or not.
+        reading: Seconds that its drafter has taken to read what it lacked.
     """
 
     def __init__(self, reputation: Reputation) -> None:
@@ -196,6 +197,7 @@ class Agreement:
         self._own = {view.own: _Evidence() for view in VIEWS}
         self._last: tuple[tuple[int, int], Outlook] | None = None  # stands until something is learned or forgotten
         self.pace = reputation.pace
+        self.reading = 0.0
         self._tokens = 1.0  # of its rounds with guesses, lately
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,8 @@ class Party:
         drawn: Whether any row of the round draws its tokens.
         context: Tokens of a row, on average.
         floor: Guesses that the pass is as wide as in any case.
+        ceiling: Tokens a round of a row that are of use: with more, its text ends before the next one's prompt is read,
+            and the row stands idle. Without end where nobody waits.
     """
 
     drafter: str
@@ -70,11 +73,17 @@ class Party:
     drawn: bool = False
     context: int = 0
     floor: int = 0
+    ceiling: float = math.inf
 
     def shape(self, num_tokens: int) -> PassShape:
         """The pass with so many guesses."""
         kind = self.drafter if num_tokens and (self.trees or self.inside) else CHAIN
         return PassShape(self.num_rows, num_tokens, kind, self.drawn, self.context)
+
+    @property
+    def relieved(self) -> bool:
+        """Whether others wait, so that a row is taken by the next text as soon as its own is over."""
+        return self.ceiling < math.inf
 
     @property
     def late(self) -> bool:

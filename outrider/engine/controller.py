@@ -83,8 +83,8 @@ class Controller:
             return Choice(self._dealt(party, wishes, 0, []))
         lengths = weighed_lengths(party.most, longest)
         outlooks = [self._outlook(party, wish) for wish in wishes]
-        paces = [self._agreement(party.drafter, wish.sequence).pace for wish in wishes]
-        plan = Weighing(self.costs, party, wishes, outlooks, paces, lengths)
+        agreements = [self._agreement(party.drafter, wish.sequence) for wish in wishes]
+        plan = Weighing(self.costs, party, wishes, outlooks, agreements, lengths)
         ratio, length, members = self._best(plan, lengths, course.last)
         course.last = length
         course.comparisons.goes_on(plan.reading(members))
@@ -96,6 +96,8 @@ class Controller:
             length, members, reference = 0, [], True
         rest = not members and not reference  # after a plain round that was run to compare, guesses go on
         course.resting = [id(wish.sequence) for wish in wishes], 0 if rest else STANDS
+        for row in members:
+            agreements[row].reading += plan.lags[row]
         return Choice(self._dealt(party, wishes, length, members, outlooks), probe, reference)
 
     @staticmethod
@@ -203,8 +205,9 @@ class Controller:
 
         `expected`, `plain`: what a round of its width takes, and one without guesses.
         """
-        lost = taken - plain * times.tokens / party.num_rows
-        gain = (times.tokens - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
+        useful = min(times.tokens, max(1.0, party.ceiling) * party.num_rows)
+        lost = taken - plain * useful / party.num_rows
+        gain = (useful - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
         promising = gain * plain > expected - plain
         self._courses[party.drafter].trials.read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
 

@@ -203,7 +203,8 @@ class Engine:
     def _launch(self, ready: list[Sequence], *, alone: bool) -> Flight:
         """Decide how far to draft for each row, and start the round; `alone`: no prompt was fed before it."""
         began = time.perf_counter()
-        decision = self.speculator.decide(ready, max(self.config.prefill_chunk_size, LEAST_CATCH_UP))
+        budget = max(self.config.prefill_chunk_size, LEAST_CATCH_UP)
+        decision = self.speculator.decide(ready, budget, self._prompts.turnover())
         wanted = decision.wanted
         for place, sequence in enumerate(ready):
             if wanted[place] and not self.scheduler.grow(sequence, sequence.reach + wanted[place]):

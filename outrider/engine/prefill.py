@@ -69,6 +69,18 @@ class PromptFeeder:
                 else:
                     self._scheduler.share(sequence)
 
+    def turnover(self) -> float:
+        """Give the rounds beside which the prompts of all others that run are read; 0 where nobody waits.
+
+        A row that ends sooner stands idle until the next one's prompt has its turn.
+        """
+        running = self._scheduler.running
+        if not self._scheduler.waiting and all(one.uncached == 0 for one in running):
+            return 0.0
+        fresh = [max(1, one.prompt_length - one.reused) for one in running]
+        rounds = [1 / (self._shorter // n) if n <= self._shorter else n / self._shorter for n in fresh]
+        return sum(rounds) * (1 - 1 / len(rounds))
+
     def _in_turn(self, lacking: list[Sequence]) -> list[Sequence]:
         """Put those that lack something in the order in which they are fed in this step."""
         lacking.sort(key=lambda one: (one.priority, one.uncached, one.number))

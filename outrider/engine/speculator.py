@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from functools import partial
@@ -95,13 +96,15 @@ class Speculator:
 
     # --- before a round
 
-    def decide(self, ready: list[Sequence], budget: int) -> Decision:
+    def decide(self, ready: list[Sequence], budget: int, turnover: float = 0.0) -> Decision:
         """Choose how many guesses each row is to get.
 
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
+        `turnover` is as `PromptFeeder.turnover` gives it.
         """
         wishes = [Wish(one, most := self._most(one), self._lag(one, most, len(ready))) for one in ready]
-        wanted, probe = self._lengths(ready, wishes)
+        ceiling = sum(wish.in_all for wish in wishes) / len(wishes) / turnover if turnover else math.inf
+        wanted, probe = self._lengths(ready, wishes, ceiling)
         lagging: dict[int, list[tuple[Sequence, int]]] = {}
         for place, sequence in enumerate(ready):
             missing = wishes[place].lag
@@ -115,7 +118,7 @@ class Speculator:
         for rows in lagging.values():
             failed = self._catch_up(rows)
             wanted = [0 if one in failed else length for one, length in zip(ready, wanted, strict=True)]
-        party = self._party(self.lone_drafter(ready, wanted) or self.drafter, ready)
+        party = self._party(self.lone_drafter(ready, wanted) or self.drafter, ready, ceiling)
         feeding = time.perf_counter() - began if lagging else 0.0
         fed = tuple(count for rows in lagging.values() for _, count in rows)
         return Decision(wanted, party, probe, feeding, fed)
@@ -132,7 +135,7 @@ class Speculator:
             self.failed(drafter, error)
             return 0
 
-    def _lengths(self, ready: list[Sequence], wishes: list[Wish]) -> tuple[list[int], bool]:
+    def _lengths(self, ready: list[Sequence], wishes: list[Wish], ceiling: float) -> tuple[list[int], bool]:
         """Choose by drafter: as asked, or as far as it pays; and say whether any of it is a probe."""
         wanted: list[int] = []
         open_to: dict[int, list[int]] = {}
@@ -145,7 +148,7 @@ class Speculator:
         for places in open_to.values():
             drafter = self._drafter_of(ready[places[0]])
             assert drafter is not None
-            party = replace(self._party(drafter, ready), floor=max(wanted))
+            party = replace(self._party(drafter, ready, ceiling), floor=max(wanted))
             choice = self._control(drafter).choose(party, [wishes[place] for place in places])
             probe |= choice.probe
             for place, length in zip(places, choice.lengths, strict=True):
@@ -157,7 +160,7 @@ class Speculator:
         constraint = wish.sequence.constraint
         return 0 if constraint is None or drafter.makes_trees else len(constraint.forced(wish.most))
 
-    def _party(self, drafter: Drafter | None, ready: list[Sequence]) -> Party:
+    def _party(self, drafter: Drafter | None, ready: list[Sequence], ceiling: float) -> Party:
         on_card = self._runner.device.type == "cuda"
         return Party(
             drafter="" if drafter is None else drafter.name,
@@ -168,6 +171,7 @@ class Speculator:
             narrows=not on_card and drafter is not None and not drafter.makes_trees,
             drawn=any(one.request.params.temperature > 0 for one in ready),
             context=sum(map(len, ready)) // max(1, len(ready)),
+            ceiling=ceiling,
         )
 
     def _catch_up(self, lagging: list[tuple[Sequence, int]]) -> list[Sequence]:

@@ -9,7 +9,7 @@ from outrider.engine.cost import DRAFT_LENGTHS
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
-    from outrider.engine.agreement import Outlook
+    from outrider.engine.agreement import Agreement, Outlook
     from outrider.engine.choice import Party, Wish
     from outrider.engine.cost import RoundCosts
 
@@ -33,24 +33,30 @@ class Weighing:
         party: Party,
         wishes: Seq[Wish],
         outlooks: Seq[Outlook],
-        paces: Seq[float],
+        agreements: Seq[Agreement],
         lengths: list[int],
     ) -> None:
         self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
         self._lengths = lengths
-        shares = [1 / pace for pace in paces]  # of a round, that a row's token takes
+        shares = [1 / one.pace for one in agreements]  # of a round, that a row's token takes
         self._weights = [one * len(shares) / sum(shares) for one in shares]
         # What is to be read first is spread over all that the row is still to say; calls are shared by those who lag.
         lagging = sum(wish.lag > 0 for wish in wishes)
         calls = party.calls(lagging) / max(1, lagging)
-        self._lags = [costs.feed_seconds(party.drafter, wish.lag, calls) / wish.left for wish in wishes]
+        self.lags = [costs.feed_seconds(party.drafter, wish.lag, calls) if wish.lag else 0.0 for wish in wishes]
+        self._lags = [lag / wish.left for lag, wish in zip(self.lags, wishes, strict=True)]
+        if party.relieved:
+            # Texts follow upon each other, and what was read for one will be for the next: it is not to be had for
+            # nothing, though it is there by now.
+            paid = [one.reading / wish.in_all for one, wish in zip(agreements, wishes, strict=True)]
+            self._lags = [max(lag, one) for lag, one in zip(self._lags, paid, strict=True)]
         self._passes: dict[int, float] = {}  # by guesses: asked for again and again
 
     def memberships(self, length: int) -> list[list[int]]:
         """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
         if self._party.inside:
             return [list(range(len(self._wishes)))]
-        order = sorted(range(len(self._wishes)), key=lambda row: -self._weights[row] * self._gain(row, length))
+        order = sorted(range(len(self._wishes)), key=lambda row: -self._weights[row] * self._pace(row, length))
         counts, count = {len(order)}, len(order)
         while count > 1:
             count = (count + 1) // 2
@@ -59,14 +65,13 @@ class Weighing:
 
     def worth(self, length: int, members: Seq[int]) -> float:
         """Tokens a second, weighed by what they take as things go."""
-        tokens, reading, ending = float(self._party.num_rows), 0.0, 0.0
+        plain, reading = self._counted(1.0), 0.0
+        tokens = self._party.num_rows * plain
         for row in members:
-            gain = self._gain(row, length)
-            tokens += self._weights[row] * gain
-            reading += self._lags[row] * (1 + gain)
-            ending += (1 + gain) / self._wishes[row].in_all  # each token's share of its text's end
-        idle = ending / self._party.num_rows if self._party.late else 0.0
-        return tokens / (self.seconds(length, members) * (1 + idle) + reading)
+            pace = self._pace(row, length)
+            tokens += self._weights[row] * (self._counted(pace) - plain)
+            reading += self._lags[row] * pace
+        return tokens / (self.seconds(length, members) + reading)
 
     def seconds(self, length: int, members: Seq[int]) -> float:
         """Seconds of the round, without what is to be read before."""
@@ -118,13 +123,23 @@ class Weighing:
         calls = self._party.calls(2) - self._party.calls(1)
         return self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag, calls)
 
-    def _gain(self, row: int, length: int) -> float:
-        """Guesses of a row that will be right; a text that ends with them saves about half a round, too."""
-        gain = self._outlooks[row].gain
+    def _pace(self, row: int, length: int) -> float:
+        """Tokens a round of a row; where the host sees late that guesses have ended a text, one round more is counted.
+
+        A text that ends with its guesses saves about half a round.
+        """
+        wish, gain = self._wishes[row], self._outlooks[row].gain
         last = len(gain) - 1
-        if length < last or last == 0 or last < self._wishes[row].ends_with:
-            return gain[min(length, last)]
-        return gain[last] + (gain[last] - gain[last - 1]) * (1 + gain[last]) / 2
+        if not length or not last:
+            return 1.0
+        pace = 1 + gain[min(length, last)]
+        if last <= length and wish.ends_with <= last:
+            pace += (gain[last] - gain[last - 1]) * pace / 2
+        return pace / (1 + pace / wish.in_all) if self._party.late else pace
+
+    def _counted(self, pace: float) -> float:
+        """Of a row's tokens a round, those that make texts come sooner."""
+        return min(pace, self._party.ceiling)
 
     def _reached(self, place: int, members: Seq[int]) -> float:
         """The chance that any of these rows guesses as far as a place."""
