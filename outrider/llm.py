@@ -13,6 +13,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.intake import Intake, listed, paired, token_ids
 from outrider.engine.memory import sized, working_bytes
 from outrider.errors import InvalidRequestError, OutriderError
+from outrider.garbage import only_new_garbage
 from outrider.model.runner import TorchRunner
 from outrider.progress import counted, tracked
 from outrider.sampling.params import SamplingParams
@@ -295,7 +296,7 @@ class LLM:
     def _finish(self, sequences: list[Sequence], progress: bool | None) -> None:
         """Step the engine until all are done; whatever goes wrong, none is left behind in it."""
         try:
-            with tracked(sequences, progress) as tick:
+            with only_new_garbage(), tracked(sequences, progress) as tick:
                 while not all(sequence.finished for sequence in sequences):
                     self.engine.step()
                     tick()

@@ -228,7 +228,7 @@ def test_texts_that_would_only_wait_for_the_next_ones_prompt_are_not_hurried(row
 def test_the_engine_tells_how_many_rounds_the_next_prompts_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six texts in four rows: 40 tokens are a round's worth of 64, 20 a third of one, and a row waits for three others."""
+    """Six texts in four rows: 40 tokens are a round's worth of 64, 20 a third of one; a row waits for three others."""
     with paired(tmp_path, monkeypatch, max_num_seqs=4, prefill_chunk_size=64) as llm:
         told: list[float] = []
         decide = llm.engine.speculator.decide

@@ -118,6 +118,8 @@ class Controller:
     ) -> list[int] | None:
         """Begin a trial, if one may: those who take part and those who are tried beside them."""
         trials = self._courses[party.drafter].trials
+        if plan.in_vain():
+            return None
         tried = plan.with_tried(members, trials.turn, trials.trusted)
         untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in tried)
         if not trials.due(untried=untried):

@@ -94,6 +94,13 @@ class Weighing:
             self._passes[length] = self._costs.pass_seconds(self._party.shape(length))
         return self._passes[length]
 
+    def in_vain(self) -> bool:
+        """Whether no guesses could pay, even if all were right: texts wait for the next one's prompt in any case."""
+        if not self._party.relieved:
+            return False
+        everybody, plain = range(len(self._wishes)), self.seconds(0, []) / self._counted(1.0)
+        return all(self._counted(1.0 + one) * plain < self.seconds(one, everybody) for one in self._lengths)
+
     def probe_length(self) -> int:
         """As many guesses as cost hardly more than one does."""
         everybody = range(len(self._wishes))
