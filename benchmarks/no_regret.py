@@ -207,6 +207,7 @@ def turn(
     last one has come: their end, when a few are left that go on longest, would be measured more than what lies before.
     """
     from outrider import SamplingParams
+    from outrider.garbage import only_new_garbage
 
     how: Any = int(setting) if setting.isdigit() else setting
     params = SamplingParams(
@@ -217,13 +218,14 @@ def turn(
     waiting = [prompts[place % len(prompts)] for place in range(count)]
     engine, running, sequences = llm.engine, [], []
     began = time.perf_counter()
-    while waiting or (running and not mixed):
-        while waiting and len(running) < cell.rows:
-            running += llm.intake.sequences(llm.intake.request(waiting.pop(0), params))
-            sequences.append(running[-1])
-            engine.add(running[-1])
-        engine.step()
-        running = [one for one in running if not one.finished]
+    with only_new_garbage():  # as `LLM.generate` does
+        while waiting or (running and not mixed):
+            while waiting and len(running) < cell.rows:
+                running += llm.intake.sequences(llm.intake.request(waiting.pop(0), params))
+                sequences.append(running[-1])
+                engine.add(running[-1])
+            engine.step()
+            running = [one for one in running if not one.finished]
     seconds = time.perf_counter() - began
     tokens = sum(one.num_generated for one in sequences)
     for one in running:

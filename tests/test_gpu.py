@@ -218,16 +218,16 @@ def test_nothing_is_compiled_once_an_engine_stands(narrow: tuple[str, str]) -> N
     from triton import knobs
 
     compiled: list[str] = []
-    with LLM(*narrow, dtype="bfloat16", max_num_seqs=4, max_model_len=400) as llm:
+    with LLM(*narrow, dtype="bfloat16", max_num_seqs=8, max_model_len=500) as llm:
         knobs.runtime.jit_cache_hook = lambda **asked: compiled.append(asked["fn"].name)  # says nothing: go on
         try:
             for settings in SETTINGS[:2]:
                 for how in ("off", "auto", 5):
                     texts(llm, how, settings)
             for runner in (llm.engine.runner, llm.engine.drafter.runner):
-                for rows, width in product((1, 3, 4), (1, 2, 3, 5, 9, 16, 17, 33, 64, 65, 100, 200)):
+                for rows, width in product((1, 3, 4, 8), (1, 2, 3, 5, 9, 16, 17, 33, 64, 65, 100, 200, 400)):
                     positions = torch.arange(40, 40 + width, device="cuda").repeat(rows, 1)
-                    tables = torch.full((rows, blocks_for(400)), TRASH_BLOCK, device="cuda")
+                    tables = torch.full((rows, blocks_for(500)), TRASH_BLOCK, device="cuda")
                     runner.feed(positions * 0, positions, tables, 40 + width, None)
         finally:
             knobs.runtime.jit_cache_hook = None

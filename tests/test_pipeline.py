@@ -135,14 +135,18 @@ def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:
 def test_drafts_that_lag_far_and_near_are_not_padded_into_one_pass() -> None:
     """One long prompt beside rows that lack a token or two: padded together they would be a pass of sixteen prompts."""
 
-    def cut(*counts: int, together: bool = True) -> list[tuple[int, int]]:
-        return [(one.start, one.stop) for one in runs(counts, together=together)]
+    def cut(*counts: int, begins: tuple[int, ...] = (), together: bool = True) -> list[list[int]]:
+        return list(runs(begins or (0,) * len(counts), counts, together=together))
 
-    assert cut(200, 200, 190) == [(0, 3)]
-    assert cut(1900, 1, 2, 1, 1, 2) == [(0, 2), (2, 6)]  # a pair is never more than doubled
-    assert cut(1, 1, 1900, 1800, 2) == [(0, 2), (2, 5)]
-    assert cut(7) == [(0, 1)]
-    assert cut(5, 5, together=False) == [(0, 1), (1, 2)]
+    assert cut(200, 200, 190) == [[2, 0, 1]]
+    assert cut(1900, 1, 2, 1, 1, 2) == [[1, 3, 4, 2, 5], [0]]
+    assert cut(1, 1, 1900, 1800, 2) == [[0, 1, 4], [3, 2]]
+    assert cut(7) == [[0]]
+    assert cut(5, 5, together=False) == [[0], [1]]
+    assert cut(200, 190, 210, begins=(0, 40, 0)) == [[0, 2], [1]]  # some begin their texts, one goes on
+    assert cut(200, 190, begins=(9, 40)) == [[1, 0]]
     for counts in ((3, 9, 1, 500, 2), (1, 1, 1), (64, 1, 64)):
-        assert [place for a, b in cut(*counts) for place in range(a, b)] == list(range(len(counts)))
-        assert all(max(counts[a:b]) * (b - a) <= 2 * sum(counts[a:b]) for a, b in cut(*counts))
+        assert sorted(place for run in cut(*counts) for place in run) == list(range(len(counts)))
+        assert all(
+            max(counts[one] for one in run) * len(run) <= 2 * sum(counts[one] for one in run) for run in cut(*counts)
+        )

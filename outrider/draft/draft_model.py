@@ -97,13 +97,13 @@ class DraftModelDrafter(WithCache):
         """
         device = self.runner.device
         begins = [self._cached.get(slot, 0) for slot in rows.slots]
-        for part in runs(counts, together=device.type == "cuda"):
-            tokens = rows.tokens[part].to(device)
-            steps = torch.arange(max(counts[part]), device=device)
-            positions = (upload(begins[part], device)[:, None] + steps).clamp(max=tokens.shape[1] - 1)
-            context = max(begins[part]) + len(steps)
+        for run in runs(begins, counts, together=device.type == "cuda"):
+            places, first = upload(run, rows.tokens.device), [begins[place] for place in run]
+            tokens = rows.tokens[places].to(device)
+            steps = torch.arange(max(counts[place] for place in run), device=device)
+            positions = (upload(first, device)[:, None] + steps).clamp(max=tokens.shape[1] - 1)
             fed = self._known(tokens.gather(1, positions))
-            self.runner.feed(fed, positions, rows.tables[part].to(device), context, rows.start)
+            self.runner.feed(fed, positions, rows.tables[places].to(device), max(first) + len(steps), rows.start)
         for slot, begin, count in zip(rows.slots, begins, counts, strict=True):
             self._cached[slot] = begin + count
 

@@ -68,10 +68,11 @@ class EagleDrafter(WithCache):
         """Feed the next pairs; what a shorter row is fed beyond its count is fed again before it is read."""
         begins = [self._cached.get(slot, 0) for slot in rows.slots]
         device = rows.lengths.device
-        for part in runs(counts, together=device.type == "cuda"):
-            steps = torch.arange(max(counts[part]), device=device)
-            places = (upload(begins[part], device)[:, None] + steps).clamp(max=rows.tokens.shape[1] - 2)
-            self._fed(rows, part, places, max(begins[part]) + len(steps))
+        for run in runs(begins, counts, together=device.type == "cuda"):
+            first = [begins[place] for place in run]
+            steps = torch.arange(max(counts[place] for place in run), device=device)
+            places = (upload(first, device)[:, None] + steps).clamp(max=rows.tokens.shape[1] - 2)
+            self._fed(rows, upload(run, device), places, max(first) + len(steps))
         for slot, begin, count in zip(rows.slots, begins, counts, strict=True):
             self._cached[slot] = begin + count
 
@@ -96,7 +97,7 @@ class EagleDrafter(WithCache):
 
     # --- how it is done
 
-    def _fed(self, rows: DraftRows, part: slice, places: Tensor, context: int) -> Tensor:
+    def _fed(self, rows: DraftRows, part: slice | Tensor, places: Tensor, context: int) -> Tensor:
         """Feed true pairs at these places ``[b, T]`` of some rows: ``[b, T, hidden]``."""
         assert rows.features is not None, "the target was not asked to keep hidden states"
         tables = rows.tables[part]

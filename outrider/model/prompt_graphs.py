@@ -30,7 +30,7 @@ FEW_IDS = 64  # tokens of a check: ids that every vocabulary has
 TOLERANCE = 0.02  # of a check, relative to the largest number: the kernels are the same, the shapes almost
 MOST_TOKENS = 512  # of a captured pass
 WIDTHS = (4, 16, 32)  # tokens a row of a pass that goes on with texts: on an H200 one of 64 takes as long as two of 32
-MOST_GOING_ON, MOST_PASSES = 1024, 8  # tokens of such a pass, and how many of them one after another
+MOST_GOING_ON, MOST_PASSES = 1024, 8  # tokens of such a pass, and how many of them a lone text is fed by
 LAUNCHED = 1.2e13  # operations that a card does while the host launches a model's kernels one by one, about
 
 
@@ -133,13 +133,14 @@ class PromptGraphs:
     def go_on(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> bool:
         """Feed tokens ``[B, T]`` at any positions of texts, several passes after each other if need be.
 
-        False where no captured pass is large enough; nothing is fed then.
+        False where no captured pass is large enough, and where a lone text has so much to be fed that it is faster
+        otherwise; nothing is fed then.
         """
         num_rows, num_tokens = tokens.shape
         rows = power_of_2(num_rows)
         widths = [width for width in WIDTHS if _Size(rows, width, goes_on=True) in self._captured]
         width = next((one for one in widths if one >= num_tokens), max(widths, default=0))
-        if num_tokens > MOST_PASSES * width or tables.shape[1] > self._num_blocks:
+        if (rows == 1 and num_tokens > MOST_PASSES * width) or tables.shape[1] > self._num_blocks:
             return False
         one = self._ready(_Size(rows, width, goes_on=True))
         if one is None:
