@@ -41,6 +41,7 @@ class PromptFeeder:
     def __init__(self, runner: Runner, state: DeviceState, config: EngineConfig, scheduler: Scheduler) -> None:
         self._runner, self._state, self._scheduler = runner, state, scheduler
         self._oldest_first = False
+        self._quiet = 0  # rounds since a prompt was read, or somebody waited
         self._size = self._longest = self._shorter = config.prefill_chunk_size
         if not config.exact:
             self._shorter = min(self._longest, max(self._longest // 4, LEAST_CHUNK))
@@ -52,6 +53,8 @@ class PromptFeeder:
         self._size = self._shorter if waited_for else self._longest
         budget = self._size
         lacking = self._in_turn([sequence for sequence in running if sequence.uncached > 0])
+        if lacking:
+            self._quiet = 0
         if self._together:
             budget -= self._feed_together(self._fresh(lacking), budget)
             for sequence in lacking:
@@ -70,16 +73,18 @@ class PromptFeeder:
                     self._scheduler.share(sequence)
 
     def turnover(self) -> float:
-        """Give the rounds beside which the prompts of all others that run are read; 0 where nobody waits.
+        """Give the rounds beside which the prompts of all others that run are read; 0 where texts no longer come.
 
-        A row that ends sooner stands idle until the next one's prompt has its turn.
+        Asked for before each round. A row that ends sooner stands idle until the next one's prompt has its turn.
+        Somebody who waits is no sign of that: if all keep pace, nobody does. So texts are held to come for as many
+        rounds after the last one that came.
         """
         running = self._scheduler.running
-        if not self._scheduler.waiting and all(one.uncached == 0 for one in running):
-            return 0.0
         fresh = [max(1, one.prompt_length - one.reused) for one in running]
-        rounds = [1 / (self._shorter // n) if n <= self._shorter else n / self._shorter for n in fresh]
-        return sum(rounds) * (1 - 1 / len(rounds))
+        each = [1 / (self._shorter // n) if n <= self._shorter else n / self._shorter for n in fresh]
+        rounds = sum(each) * (1 - 1 / len(each))
+        self._quiet = 0 if self._scheduler.waiting else self._quiet + 1
+        return rounds if self._quiet <= rounds + 1 else 0.0
 
     def _in_turn(self, lacking: list[Sequence]) -> list[Sequence]:
         """Put those that lack something in the order in which they are fed in this step."""
