@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.garbage import only_new_garbage
+from outrider.garbage import INTERPRETERS_OWN, only_new_garbage
 from tests.tiny import byte_tokenizer, tiny_target
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def test_generating_leaves_the_collector_as_it_was_also_where_it_fails(monkeypat
         monkeypatch.setattr(llm.engine, "step", watched)
         llm.generate([[65, 66]], SamplingParams(max_tokens=4, temperature=0))
         assert frozen
-        assert min(frozen) > 0
+        assert min(frozen) > INTERPRETERS_OWN
         assert gc.get_freeze_count() == 0
 
         def broken() -> None:
@@ -64,6 +64,15 @@ def test_generating_leaves_the_collector_as_it_was_also_where_it_fails(monkeypat
         with pytest.raises(RuntimeError, match="a step failed"):
             llm.generate([[65, 66]], SamplingParams(max_tokens=4, temperature=0))
         assert gc.get_freeze_count() == 0
+
+
+def test_what_the_interpreter_has_frozen_as_it_started_is_not_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 does: nothing was kept out of collections there, a quarter of a second each on an H200's host."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    froze: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: froze.append(True))
+    with only_new_garbage():
+        assert froze
 
 
 def test_what_the_caller_has_frozen_stays_so() -> None:

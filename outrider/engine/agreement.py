@@ -22,7 +22,8 @@ LEANING_WEIGHT = 8.0  # rounds that the place before counts for, in the estimate
 FAST, SLOW = 0.95, 0.995  # weight that the past of all sequences keeps with each row's guesses
 LOSS_MEMORY = 0.98  # the same in how well views foretold
 PACE_RATE, USUAL_RATE = 0.1, 0.02  # weight of the newest round in a text's pace, and in that of all texts
-REST_MEMORY, REST_WEIGHT = 0.98, 4.0  # with each round without; no further down than to so much evidence
+REST_MEMORY, REST_WEIGHT = 0.85, 4.0  # with every `RESTS` rounds without; no further down than to so much evidence
+RESTS = 8
 SURE = 0.995
 LARGEST_UNIT = 1e9
 
@@ -71,7 +72,8 @@ class _Evidence:
     """Weighted counts by place, each of two columns: how often it was so, of how often it could have been.
 
     `right`: a guess that was made, all before it being right. `made`: a guess after right ones, whether it was made at
-    all. `wide`: a guess, whether it was made, whatever those before it were worth.
+    all. `wide`: a guess, whether it was made, whatever those before it were worth. `full`: all that were asked for were
+    made, as with a draft model; `made` and `wide` then need not be read.
     """
 
     def __init__(self, hope: float = 0.0, weight: float = 0.0) -> None:
@@ -80,6 +82,7 @@ class _Evidence:
         self.right: _Pair = first
         self.made: _Pair = [], []
         self.wide: _Pair = [], []
+        self.full = True
 
     @property
     def weight(self) -> float:
@@ -102,6 +105,7 @@ class _Evidence:
                 for column in pair:
                     column.extend([0.0] * (asked - len(column)))
         unit = self._unit * weight
+        self.full &= drafted >= asked
         for place in range(asked):
             made = place < drafted
             self.wide[0][place] += unit * made
@@ -156,8 +160,9 @@ class Reputation:
         right, made, wide = found[-1] if found else (FIRST_CHANCE, 1.0, 1.0)
         for place in range(len(found), most):
             right = seen.share(seen.right, place, right, LEANING_WEIGHT)
-            made = seen.share(seen.made, place, 1.0 if place else made, LEANING_WEIGHT)
-            wide = min(wide, seen.share(seen.wide, place, wide, LEANING_WEIGHT))
+            if not seen.full:
+                made = seen.share(seen.made, place, 1.0 if place else made, LEANING_WEIGHT)
+                wide = min(wide, seen.share(seen.wide, place, wide, LEANING_WEIGHT))
             found.append(_Chances(right, made, wide))
         return found[:most]
 
@@ -199,6 +204,7 @@ class Agreement:
         self.pace = reputation.pace
         self.reading = 0.0
         self._tokens = 1.0  # of its rounds with guesses, lately
+        self._rests = 0
 
     @property
     def untried(self) -> bool:
@@ -224,9 +230,11 @@ class Agreement:
         for place, known in enumerate(self._reputation.chances(most, shared)):
             lent = min(SURE, right * known.right / max(before, 0.01)) if place else known.right
             right = min(SURE, own.share(own.right, place, lent, LEANING_WEIGHT if place else weight))
-            reached *= right * own.share(own.made, place, known.made, LEANING_WEIGHT if place else weight)
+            reached, always = reached * right, own.full and known.made == known.wide == 1
+            if not always:
+                reached *= own.share(own.made, place, known.made, LEANING_WEIGHT if place else weight)
             gain.append(gain[-1] + reached)
-            wide.append(min(wide[-1], own.share(own.wide, place, known.wide, weight)))
+            wide.append(wide[-1] if always else min(wide[-1], own.share(own.wide, place, known.wide, weight)))
             before = known.right
         return Outlook(gain, wide)
 
@@ -235,8 +243,8 @@ class Agreement:
         foretold = []
         for weight, memory, shared in VIEWS:
             own, first = self._own[memory], self._reputation.chances(1, shared)[0]
-            made, right = own.share(own.made, 0, first.made, weight), own.share(own.right, 0, first.right, weight)
-            foretold.append(made * right)
+            made = 1.0 if own.full and first.made == 1 else own.share(own.made, 0, first.made, weight)
+            foretold.append(made * own.share(own.right, 0, first.right, weight))
         self._reputation.learn(asked, drafted, accepted, foretold, self._tokens)
         self._tokens += PACE_RATE * (1 + accepted - self._tokens)
         for memory, own in self._own.items():
@@ -250,6 +258,9 @@ class Agreement:
 
     def rest(self) -> None:
         """Take in a round without guesses: what was seen before says a little less of what comes."""
+        self._rests += 1
+        if self._rests % RESTS:
+            return
         for own in self._own.values():
             if own.weight > REST_WEIGHT:
                 own.fade(REST_MEMORY)

@@ -49,12 +49,14 @@ class _Course:
         trials, comparisons: Of it.
         last: Its length that was chosen last.
         resting: The rows that were not to guess, and for how many rounds that has stood.
+        agreements: Of the rows of the last choice.
     """
 
     trials: Trials = field(default_factory=Trials)
     comparisons: Comparisons = field(default_factory=Comparisons)
     last: int | None = None
     resting: tuple[list[int], int] = field(default_factory=lambda: ([], STANDS))
+    agreements: list[Agreement] = field(default_factory=list)
 
 
 class Controller:
@@ -80,16 +82,17 @@ class Controller:
             return Choice([0] * len(wishes))
         course = self._courses[party.drafter]
         if self._stands(course, wishes):
-            return Choice(self._dealt(party, wishes, 0, []))
+            return Choice(_dealt(wishes, course.agreements, 0, []))
         lengths = weighed_lengths(party.most, longest)
-        outlooks = [self._outlook(party, wish) for wish in wishes]
-        agreements = [self._agreement(party.drafter, wish.sequence) for wish in wishes]
+        agreements = course.agreements = [self._agreement(party.drafter, wish.sequence) for wish in wishes]
+        outlooks = [self._outlook(party, wish, one) for wish, one in zip(wishes, agreements, strict=True)]
         plan = Weighing(self.costs, party, wishes, outlooks, agreements, lengths)
         ratio, length, members = self._best(plan, lengths, course.last)
         course.last = length
-        course.comparisons.goes_on(plan.reading(members))
+        if course.comparisons.was_last:
+            course.comparisons.goes_on(plan.reading(members))
         probe = reference = False
-        if len(members) < len(wishes) and (tried := self._tried(party, plan, wishes, length, members)):
+        if len(members) < len(wishes) and (tried := self._tried(course, plan, length, members)):
             length, members, probe = length or plan.probe_length(), tried, True
         elif length and course.comparisons.due(plan.seconds(0, [])) and self._doubtful(party, length, ratio):
             course.comparisons.begin((1 - 1 / ratio) * plan.seconds(0, []))
@@ -98,7 +101,7 @@ class Controller:
         course.resting = [id(wish.sequence) for wish in wishes], 0 if rest else STANDS
         for row in members:
             agreements[row].reading += plan.lags[row]
-        return Choice(self._dealt(party, wishes, length, members, outlooks), probe, reference)
+        return Choice(_dealt(wishes, agreements, length, members, outlooks), probe, reference)
 
     @staticmethod
     def _best(plan: Weighing, lengths: list[int], last: int | None) -> tuple[float, int, list[int]]:
@@ -113,15 +116,14 @@ class Controller:
             return 1.0, 0, []
         return worth / plain, length, members
 
-    def _tried(
-        self, party: Party, plan: Weighing, wishes: Seq[Wish], length: int, members: list[int]
-    ) -> list[int] | None:
+    @staticmethod
+    def _tried(course: _Course, plan: Weighing, length: int, members: list[int]) -> list[int] | None:
         """Begin a trial, if one may: those who take part and those who are tried beside them."""
-        trials = self._courses[party.drafter].trials
+        trials = course.trials
         if plan.in_vain():
             return None
         tried = plan.with_tried(members, trials.turn, trials.trusted)
-        untried = any(self._agreement(party.drafter, wishes[row].sequence).untried for row in tried)
+        untried = any(course.agreements[row].untried for row in tried)
         if not trials.due(untried=untried):
             return None
         foreseen = plan.seconds(length or plan.probe_length(), tried) - plan.seconds(0, []) + plan.reading(tried)
@@ -137,27 +139,12 @@ class Controller:
         course.resting = rows, rounds + 1
         return True
 
-    def _dealt(
-        self, party: Party, wishes: Seq[Wish], length: int, members: Seq[int], outlooks: Seq[Outlook] = ()
-    ) -> list[int]:
-        """Give each row its guesses; the others rest."""
-        chosen = [0] * len(wishes)
-        for place in members:
-            chosen[place] = min(length, wishes[place].most)
-        for place, own in enumerate(chosen):
-            agreement = self._agreement(party.drafter, wishes[place].sequence)
-            agreement.goes_on(1 + (outlooks[place].gain[own] if own else 0.0))
-            if not own:
-                agreement.rest()
-        return chosen
-
     def _doubtful(self, party: Party, length: int, ratio: float) -> bool:
         """Whether drafting is worth so little more than plain decoding that what rounds cost may decide otherwise."""
         doubt = self.costs.doubt(party.shape(0)) + self.costs.doubt(party.shape(length))
         return ratio - 1 < CERTAIN * doubt
 
-    def _outlook(self, party: Party, wish: Wish) -> Outlook:
-        agreement = self._agreement(party.drafter, wish.sequence)
+    def _outlook(self, party: Party, wish: Wish, agreement: Agreement) -> Outlook:
         if not party.trees:
             return agreement.outlook(wish.most)
         reputation = self._reputation(party.drafter, wish.sequence)
@@ -243,3 +230,17 @@ class Controller:
         """Greedy and drawn text are two: guesses for the one say little of guesses for the other."""
         key = drafter, sequence.request.params.temperature > 0
         return self._reputations.setdefault(key, Reputation())
+
+
+def _dealt(
+    wishes: Seq[Wish], agreements: Seq[Agreement], length: int, members: Seq[int], outlooks: Seq[Outlook] = ()
+) -> list[int]:
+    """Give each row its guesses; the others rest."""
+    chosen = [0] * len(wishes)
+    for place in members:
+        chosen[place] = min(length, wishes[place].most)
+    for place, own in enumerate(chosen):
+        agreements[place].goes_on(1 + (outlooks[place].gain[own] if own else 0.0))
+        if not own:
+            agreements[place].rest()
+    return chosen

@@ -27,11 +27,14 @@ class Comparisons:
     """Plain rounds that are run where guesses seem to pay a little, to see that they do.
 
     They cost what the guesses would have gained, and what drafts have to read after them.
+
+    Attributes:
+        was_last: Whether the round before was one.
     """
 
     def __init__(self) -> None:
         self._owed: float | None = None  # seconds that were lost and time has not earned again; None before the first
-        self._was_last = False
+        self.was_last = False
 
     def due(self, plain: float) -> bool:
         """Whether one may be run; `plain`: seconds that it takes."""
@@ -41,13 +44,12 @@ class Comparisons:
 
     def begin(self, lost: float) -> None:
         """One is run, which loses so many seconds."""
-        self._owed, self._was_last = lost, True
+        self._owed, self.was_last = lost, True
 
     def goes_on(self, reading: float) -> None:
-        """Take in that another round follows, before which drafts read for so many seconds."""
-        if self._was_last and self._owed is not None:
-            self._owed += reading
-        self._was_last = False
+        """Take in that another round follows it, before which drafts read for so many seconds."""
+        self._owed = (self._owed or 0.0) + reading
+        self.was_last = False
 
     def passed(self, seconds: float) -> None:
         """Take in that time went by."""

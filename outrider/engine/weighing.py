@@ -38,6 +38,8 @@ class Weighing:
     ) -> None:
         self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
         self._lengths = lengths
+        self._ends, self._in_all = [wish.ends_with for wish in wishes], [wish.in_all for wish in wishes]
+        self._late = party.late
         shares = [1 / one.pace for one in agreements]  # of a round, that a row's token takes
         self._weights = [one * len(shares) / sum(shares) for one in shares]
         # What is to be read first is spread over all that the row is still to say; calls are shared by those who lag.
@@ -48,7 +50,7 @@ class Weighing:
         if party.relieved:
             # Texts follow upon each other, and what was read for one will be for the next: it is not to be had for
             # nothing, though it is there by now.
-            paid = [one.reading / wish.in_all for one, wish in zip(agreements, wishes, strict=True)]
+            paid = [one.reading / in_all for one, in_all in zip(agreements, self._in_all, strict=True)]
             self._lags = [max(lag, one) for lag, one in zip(self._lags, paid, strict=True)]
         self._passes: dict[int, float] = {}  # by guesses: asked for again and again
 
@@ -65,11 +67,12 @@ class Weighing:
 
     def worth(self, length: int, members: Seq[int]) -> float:
         """Tokens a second, weighed by what they take as things go."""
-        plain, reading = self._counted(1.0), 0.0
+        ceiling = self._party.ceiling
+        plain, reading = min(1.0, ceiling), 0.0
         tokens = self._party.num_rows * plain
         for row in members:
             pace = self._pace(row, length)
-            tokens += self._weights[row] * (self._counted(pace) - plain)
+            tokens += self._weights[row] * (min(pace, ceiling) - plain)
             reading += self._lags[row] * pace
         return tokens / (self.seconds(length, members) + reading)
 
@@ -98,8 +101,9 @@ class Weighing:
         """Whether no guesses could pay, even if all were right: texts wait for the next one's prompt in any case."""
         if not self._party.relieved:
             return False
-        everybody, plain = range(len(self._wishes)), self.seconds(0, []) / self._counted(1.0)
-        return all(self._counted(1.0 + one) * plain < self.seconds(one, everybody) for one in self._lengths)
+        everybody, ceiling = range(len(self._wishes)), self._party.ceiling
+        plain = self.seconds(0, []) / min(1.0, ceiling)
+        return all(min(1.0 + one, ceiling) * plain < self.seconds(one, everybody) for one in self._lengths)
 
     def probe_length(self) -> int:
         """As many guesses as cost hardly more than one does."""
@@ -135,18 +139,14 @@ class Weighing:
 
         A text that ends with its guesses saves about half a round.
         """
-        wish, gain = self._wishes[row], self._outlooks[row].gain
+        gain = self._outlooks[row].gain
         last = len(gain) - 1
         if not length or not last:
             return 1.0
         pace = 1 + gain[min(length, last)]
-        if last <= length and wish.ends_with <= last:
+        if last <= length and self._ends[row] <= last:
             pace += (gain[last] - gain[last - 1]) * pace / 2
-        return pace / (1 + pace / wish.in_all) if self._party.late else pace
-
-    def _counted(self, pace: float) -> float:
-        """Of a row's tokens a round, those that make texts come sooner."""
-        return min(pace, self._party.ceiling)
+        return pace / (1 + pace / self._in_all[row]) if self._late else pace
 
     def _reached(self, place: int, members: Seq[int]) -> float:
         """The chance that any of these rows guesses as far as a place."""
