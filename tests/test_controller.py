@@ -259,6 +259,21 @@ def test_however_many_texts_are_new_trying_them_costs_a_percent(feeding: float) 
     assert 0.009 < lost / seconds < 0.0105
 
 
+def test_after_a_long_row_of_trials_there_is_another_one_within_reason() -> None:
+    """Seventy that were right and lost eight milliseconds each: the next texts were not tried for a minute (H200)."""
+    trials = Trials()
+    for _ in range(70):
+        trials.begin(8.0)
+        trials.read(8.0, 7.0, 5.0, promising=True, num_rows=16)
+    trials.begin(8.0)
+    trials.read(8.0, 7.0, 5.0, promising=False, num_rows=16)
+    waited = 0
+    while not trials.due(untried=False):
+        trials.passed(5.0)
+        waited += 5
+    assert 8 * 100 < waited < 5 * 8 * 100  # milliseconds: one trial of these loses a percent of 800
+
+
 def test_a_probe_that_something_else_held_up_is_not_the_last_one() -> None:
     """What a draft must read takes 2 seconds once, in place of a millisecond: a compilation, or a neighbour."""
 

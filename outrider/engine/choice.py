@@ -61,7 +61,7 @@ class Party:
         context: Tokens of a row, on average.
         floor: Guesses that the pass is as wide as in any case.
         ceiling: Tokens a round of a row that are of use: with more, its text ends before the next one's prompt is read,
-            and the row stands idle. Without end where nobody waits.
+            and the row stands idle. Without end where no texts come.
     """
 
     drafter: str
@@ -82,7 +82,7 @@ class Party:
 
     @property
     def relieved(self) -> bool:
-        """Whether others wait, so that a row is taken by the next text as soon as its own is over."""
+        """Whether texts follow upon each other: a row is taken by the next one as soon as its own is over."""
         return self.ceiling < math.inf
 
     @property

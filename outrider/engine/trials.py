@@ -6,8 +6,9 @@ tried a few times in a row where most of what the first one lost was the drafter
 and what was read is there for the others.
 
 Where guesses turn out right, more rows are tried at once, and without a wait as long as they go on being right: when
-the traffic has changed, what is true of one is true of others. All that such a row of trials lost is earned again after
-its end. How many must be right is a matter of what guesses cost: with sixteen rows one of them nearly always is.
+the traffic has changed, what is true of one is true of others. What such a row of trials lost is earned again after its
+end, but for a very long one: or nothing would be tried for minutes. How many must be right is a matter of what guesses
+cost: with sixteen rows one of them nearly always is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MOST_MORE = 2  # trials of a text in a row after its first
 UNREAD = 0.01  # seconds that are owed at least until a trial is read
 REFERENCE_SHARE = 0.005  # of the time that may be lost by plain rounds, where drafting seems to pay
 FIRST_REFERENCE = 32  # rounds before the first of these: a short text is better used
+MOST_ROW = 4.0  # times what the dearest of a row of trials lost, that the whole row is held to have lost at most
 MOST_BLAME = 4.0  # times what a trial may lose: beyond it was something else, as a compilation or a neighbour
 
 
@@ -70,7 +72,8 @@ class Trials:
         self._owed = 0.0  # seconds that were lost and time has not earned again
         self._last = 0.0  # what the last one owed when it was read
         self._foreseen = 0.0  # seconds that a trial may lose, as expected or as seen
-        self._spent, self._more = 0.0, 0  # what those in a row have lost so far, and how many may follow
+        self._spent, self._dearest = 0.0, 0.0  # what those in a row have lost so far, and the dearest of them
+        self._more = 0  # how many may follow
         self._carried = 0.0  # what was owed still when they began
 
     def due(self, *, untried: bool) -> bool:
@@ -102,7 +105,8 @@ class Trials:
             num_rows: Rows of the round.
         """
         lost = self._believed(lost, plain)
-        self._spent += lost
+        self._dearest = max(self._dearest, lost)
+        self._spent = min(self._spent + lost, MOST_ROW * self._dearest)
         if promising:
             self.trusted, self._more = min(2 * self.trusted, num_rows), max(1, self._more)
         if self._more and (promising or feeding == 0 or 2 * feeding > lost):
@@ -111,7 +115,7 @@ class Trials:
         if not promising:
             self.turn, self.trusted = self.turn + 1, 1
         self._owed = self._last = max(0.0, self._spent + self._carried)
-        self._spent, self._carried, self._more = 0.0, 0.0, 0
+        self._spent, self._dearest, self._carried, self._more = 0.0, 0.0, 0.0, 0
 
     def _believed(self, lost: float, plain: float) -> float:
         """Give what one is held to have lost: what nobody expected is believed when it comes again."""

@@ -98,7 +98,7 @@ class Weighing:
         return self._passes[length]
 
     def in_vain(self) -> bool:
-        """Whether no guesses could pay, even if all were right: texts wait for the next one's prompt in any case."""
+        """Whether no guesses could pay, even if all were right: rows wait for the next one's prompt in any case."""
         if not self._party.relieved:
             return False
         everybody, ceiling = range(len(self._wishes)), self._party.ceiling
