@@ -358,6 +358,18 @@ def test_rows_that_gain_nothing_stay_out_where_others_draft() -> None:
     assert lengths[0] >= 5 and not lengths[1]
 
 
+def test_who_takes_part_is_a_matter_of_what_guesses_gain_not_of_how_hard_a_text_is() -> None:
+    """A hard text's tokens weigh four times as much, and its guesses gain nothing all the same."""
+    grid = Grid({(1, 1): 0.1, (1, 8): 0.8, (2, 1): 0.4, (2, 8): 3.2})
+    controller = Controller(RoundCosts({CHAIN: Grid({(1, 0): 1.0})}, drafts={"draft": grid}))
+    wishes = [taught(controller, Text(0, 1000), right) for right in (0, 2)]
+    for wish, pace in zip(wishes, (1.0, 4.0), strict=True):
+        controller._agreement("draft", wish.sequence).pace = pace
+    no_trials_now(controller)
+    lengths = controller.choose(Party("draft", 2, 8), wishes).lengths
+    assert lengths[1] >= 2 and not lengths[0]
+
+
 def test_a_short_text_is_not_worth_reading_a_long_prompt_for() -> None:
     """Ten plain rounds to read what the draft lacks: for 8 tokens they do not come back, for 500 they do."""
     controller = Controller(costs(feeds={"draft": (10.0, 0.0)}))

@@ -100,7 +100,7 @@ class Controller:
         rest = not members and not reference  # after a plain round that was run to compare, guesses go on
         course.resting = [id(wish.sequence) for wish in wishes], 0 if rest else STANDS
         for row in members:
-            agreements[row].reading += plan.lags[row]
+            agreements[row].reading += plan.readings[row]
         return Choice(_dealt(wishes, agreements, length, members, outlooks), probe, reference)
 
     @staticmethod

@@ -25,7 +25,11 @@ def weighed_lengths(most: int, longest: int) -> list[int]:
 
 
 class Weighing:
-    """Weighs one round's possibilities."""
+    """Weighs one round's possibilities.
+
+    Attributes:
+        readings: Seconds for what each row's drafter must read before it can guess.
+    """
 
     def __init__(
         self,
@@ -45,20 +49,20 @@ class Weighing:
         # What is to be read first is spread over all that the row is still to say; calls are shared by those who lag.
         lagging = sum(wish.lag > 0 for wish in wishes)
         calls = party.calls(lagging) / max(1, lagging)
-        self.lags = [costs.feed_seconds(party.drafter, wish.lag, calls) if wish.lag else 0.0 for wish in wishes]
-        self._lags = [lag / wish.left for lag, wish in zip(self.lags, wishes, strict=True)]
+        self.readings = [costs.feed_seconds(party.drafter, wish.lag, calls) if wish.lag else 0.0 for wish in wishes]
+        self._spread = [one / wish.left for one, wish in zip(self.readings, wishes, strict=True)]  # on tokens to come
         if party.relieved:
             # Texts follow upon each other, and what was read for one will be for the next: it is not to be had for
             # nothing, though it is there by now.
             paid = [one.reading / in_all for one, in_all in zip(agreements, self._in_all, strict=True)]
-            self._lags = [max(lag, one) for lag, one in zip(self._lags, paid, strict=True)]
+            self._spread = [max(pair) for pair in zip(self._spread, paid, strict=True)]
         self._passes: dict[int, float] = {}  # by guesses: asked for again and again
 
     def memberships(self, length: int) -> list[list[int]]:
         """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
         if self._party.inside:
             return [list(range(len(self._wishes)))]
-        order = sorted(range(len(self._wishes)), key=lambda row: -self._weights[row] * self._pace(row, length))
+        order = sorted(range(len(self._wishes)), key=lambda row: self._weights[row] * (1 - self._pace(row, length)))
         counts, count = {len(order)}, len(order)
         while count > 1:
             count = (count + 1) // 2
@@ -73,7 +77,7 @@ class Weighing:
         for row in members:
             pace = self._pace(row, length)
             tokens += self._weights[row] * (min(pace, ceiling) - plain)
-            reading += self._lags[row] * pace
+            reading += self._spread[row] * pace
         return tokens / (self.seconds(length, members) + reading)
 
     def seconds(self, length: int, members: Seq[int]) -> float:
