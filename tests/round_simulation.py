@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.engine.choice import Party, RoundTimes, Wish
 from outrider.engine.controller import Controller
 from outrider.engine.cost import CHAIN, Grid, RoundCosts
+from outrider.engine.prefill import CROWDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,18 +126,18 @@ def run(
     """Generate all texts, at most `rows` at a time, by a controller or with a fixed length; give tokens a second."""
     waiting, running, seconds, tokens = list(texts), [], 0.0, 0
     ended: list[Text] = []
-    quiet = 0  # rounds since a text came
+    crowded = 0.0  # share of the rounds lately in which texts came
     while waiting or running:
         come = min(len(waiting), rows - len(running), machine.admits if running else rows)
         running += [waiting.pop(0) for _ in range(come)]
-        quiet = 0 if come else quiet + 1
+        crowded += (bool(come) - crowded) / ((rows - 1) / machine.admits + 1)
         party = Party(
             "draft",
             len(running),
             machine.most,
             inside=machine.inside,
             narrows=not machine.inside,
-            ceiling=machine.ceiling(running, rows) if quiet <= rows / machine.admits else math.inf,
+            ceiling=machine.ceiling(running, rows) if crowded > CROWDED else math.inf,
         )
         mosts = [max(0, min(machine.most, one.limit - one.num_generated - 1)) for one in running]
         lags = [max(0, one.num_generated + machine.prompt - one.cached) for one in running]

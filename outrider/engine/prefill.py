@@ -22,6 +22,7 @@ __all__ = ["PromptFeeder"]
 
 NARROW = MAX_DRAFT_TOKENS + 1  # tokens a row that pass for a round's: kernels then let rows begin anywhere
 LEAST_CHUNK = 64  # tokens of a prompt that are worth a pass of their own
+CROWDED = 0.7  # of the rounds lately: where prompts are read beside more of them, texts wait for prompts
 PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
 
 
@@ -41,7 +42,8 @@ class PromptFeeder:
     def __init__(self, runner: Runner, state: DeviceState, config: EngineConfig, scheduler: Scheduler) -> None:
         self._runner, self._state, self._scheduler = runner, state, scheduler
         self._oldest_first = False
-        self._quiet = 0  # rounds since a prompt was read, or somebody waited
+        self._fed = False  # in this step
+        self._crowded = 0.0  # share of the rounds lately beside which prompts were read
         self._size = self._longest = self._shorter = config.prefill_chunk_size
         if not config.exact:
             self._shorter = min(self._longest, max(self._longest // 4, LEAST_CHUNK))
@@ -53,8 +55,7 @@ class PromptFeeder:
         self._size = self._shorter if waited_for else self._longest
         budget = self._size
         lacking = self._in_turn([sequence for sequence in running if sequence.uncached > 0])
-        if lacking:
-            self._quiet = 0
+        self._fed = bool(lacking)
         if self._together:
             budget -= self._feed_together(self._fresh(lacking), budget)
             for sequence in lacking:
@@ -73,18 +74,17 @@ class PromptFeeder:
                     self._scheduler.share(sequence)
 
     def turnover(self) -> float:
-        """Give the rounds beside which the prompts of all others that run are read; 0 where texts no longer come.
+        """Give the rounds beside which the prompts of all others that run are read; 0 unless texts wait for that.
 
-        Asked for before each round. A row that ends sooner stands idle until the next one's prompt has its turn.
-        Somebody who waits is no sign of that: if all keep pace, nobody does. So texts are held to come for as many
-        rounds after the last one that came.
+        Asked for once before each round. Where prompts are read beside nearly all rounds, a row whose text ends sooner
+        stands idle until the next one's prompt has its turn. That somebody waits is no sign of it: if all keep pace
+        nobody does, and where there is no room left nobody's prompt is read.
         """
-        running = self._scheduler.running
-        fresh = [max(1, one.prompt_length - one.reused) for one in running]
+        fresh = [max(1, one.prompt_length - one.reused) for one in self._scheduler.running]
         each = [1 / (self._shorter // n) if n <= self._shorter else n / self._shorter for n in fresh]
         rounds = sum(each) * (1 - 1 / len(each))
-        self._quiet = 0 if self._scheduler.waiting else self._quiet + 1
-        return rounds if self._quiet <= rounds + 1 else 0.0
+        self._crowded += (self._fed - self._crowded) / (rounds + 1)
+        return rounds if self._crowded > CROWDED else 0.0
 
     def _in_turn(self, lacking: list[Sequence]) -> list[Sequence]:
         """Put those that lack something in the order in which they are fed in this step."""
