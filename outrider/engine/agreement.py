@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -125,6 +127,22 @@ class _Evidence:
             return lent
         return (so[place] + weight * lent) / (of[place] + weight)
 
+    def chain(self, known: Sequence[_Chances], weight: float) -> list[float]:
+        """Give how often a guess is right, place by place, leaning on what is `known` as on so much evidence.
+
+        A place leans on the one before it, as far as what is known falls from that one to this: guesses that came far
+        go on agreeing (a copied passage), so one number for all places would cut chains too short.
+        """
+        (so, of), leaning = self.right, LEANING_WEIGHT * self._unit
+        found: list[float] = []
+        weight, right, before = weight * self._unit, 1.0, 1.0
+        for place, (lent, _, _) in enumerate(known):
+            leant = min(SURE, right * lent / max(before, 0.01)) if place else lent
+            right = min(SURE, leant if place >= len(of) else (so[place] + weight * leant) / (of[place] + weight))
+            found.append(right)
+            weight, before = leaning, lent
+        return found
+
 
 class Reputation:
     """What was seen of one drafter lately, in whatever sequences it guessed for.
@@ -219,24 +237,17 @@ class Agreement:
         return self._last[1]
 
     def _outlook(self, most: int) -> Outlook:
-        """Read the evidence.
-
-        A place leans on the one before it, as far as the drafter's reputation falls from that one to this: guesses that
-        came far go on agreeing (a copied passage), so one number for all places would cut chains too short.
-        """
-        gain, wide = [0.0], [1.0]
         weight, memory, shared = self._reputation.view
-        own, reached, right, before = self._own[memory], 1.0, 0.0, 1.0
-        for place, known in enumerate(self._reputation.chances(most, shared)):
-            lent = min(SURE, right * known.right / max(before, 0.01)) if place else known.right
-            right = min(SURE, own.share(own.right, place, lent, LEANING_WEIGHT if place else weight))
-            reached, always = reached * right, own.full and known.made == known.wide == 1
-            if not always:
-                reached *= own.share(own.made, place, known.made, LEANING_WEIGHT if place else weight)
-            gain.append(gain[-1] + reached)
-            wide.append(wide[-1] if always else min(wide[-1], own.share(own.wide, place, known.wide, weight)))
-            before = known.right
-        return Outlook(gain, wide)
+        own, known = self._own[memory], self._reputation.chances(most, shared)
+        reached = list(accumulate(own.chain(known, weight), mul))
+        wide = [1.0] * (len(known) + 1)
+        if not (own.full and known and known[-1].wide == 1):  # else every guess was made so far
+            made = 1.0
+            for place, one in enumerate(known):
+                made *= own.share(own.made, place, one.made, LEANING_WEIGHT if place else weight)
+                reached[place] *= made
+                wide[place + 1] = min(wide[place], own.share(own.wide, place, one.wide, weight))
+        return Outlook([0.0, *accumulate(reached)], wide)
 
     def learn(self, asked: int, drafted: int, accepted: int) -> None:
         """Take in a round."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from outrider.engine.agreement import Agreement, Outlook, Reputation
 from outrider.engine.choice import Choice
@@ -48,15 +48,21 @@ class _Course:
     Attributes:
         trials, comparisons: Of it.
         last: Its length that was chosen last.
-        resting: The rows that were not to guess, and for how many rounds that has stood.
-        agreements: Of the rows of the last choice.
+        rows, agreements: Of the last choice.
+        rested: For how many rounds it has stood that nobody is to guess.
     """
 
     trials: Trials = field(default_factory=Trials)
     comparisons: Comparisons = field(default_factory=Comparisons)
     last: int | None = None
-    resting: tuple[list[int], int] = field(default_factory=lambda: ([], STANDS))
+    rows: list[ref[Sequence]] = field(default_factory=list)
+    rested: int = STANDS
     agreements: list[Agreement] = field(default_factory=list)
+
+    def has(self, wishes: Seq[Wish]) -> bool:
+        """Whether these are the rows of the last choice."""
+        same = len(self.rows) == len(wishes)
+        return same and all(row() is wish.sequence for row, wish in zip(self.rows, wishes, strict=True))
 
 
 class Controller:
@@ -84,7 +90,7 @@ class Controller:
         if self._stands(course, wishes):
             return Choice(_dealt(wishes, course.agreements, 0, []))
         lengths = weighed_lengths(party.most, longest)
-        agreements = course.agreements = [self._agreement(party.drafter, wish.sequence) for wish in wishes]
+        agreements = self._agreements_of(course, party.drafter, wishes)
         outlooks = [self._outlook(party, wish, one) for wish, one in zip(wishes, agreements, strict=True)]
         plan = Weighing(self.costs, party, wishes, outlooks, agreements, lengths)
         ratio, length, members = self._best(plan, lengths, course.last)
@@ -98,10 +104,16 @@ class Controller:
             course.comparisons.begin((1 - 1 / ratio) * plan.seconds(0, []))
             length, members, reference = 0, [], True
         rest = not members and not reference  # after a plain round that was run to compare, guesses go on
-        course.resting = [id(wish.sequence) for wish in wishes], 0 if rest else STANDS
+        course.rested = 0 if rest else STANDS
         for row in members:
             agreements[row].reading += plan.readings[row]
         return Choice(_dealt(wishes, agreements, length, members, outlooks), probe, reference)
+
+    def _agreements_of(self, course: _Course, drafter: str, wishes: Seq[Wish]) -> list[Agreement]:
+        if not course.has(wishes):
+            course.rows = [ref(wish.sequence) for wish in wishes]
+            course.agreements = [self._agreement(drafter, wish.sequence) for wish in wishes]
+        return course.agreements
 
     @staticmethod
     def _best(plan: Weighing, lengths: list[int], last: int | None) -> tuple[float, int, list[int]]:
@@ -133,11 +145,10 @@ class Controller:
     @staticmethod
     def _stands(course: _Course, wishes: Seq[Wish]) -> bool:
         """Whether these rows were not to guess a moment ago; without guesses there is nothing new to think about."""
-        rows, rounds = course.resting
-        if rounds >= STANDS or rows != [id(one.sequence) for one in wishes] or course.trials.due(untried=False):
+        if course.rested >= STANDS or course.trials.due(untried=False):
             return False
-        course.resting = rows, rounds + 1
-        return True
+        course.rested += 1
+        return course.has(wishes)
 
     def _doubtful(self, party: Party, length: int, ratio: float) -> bool:
         """Whether drafting is worth so little more than plain decoding that what rounds cost may decide otherwise."""

@@ -43,7 +43,7 @@ class Weighing:
         self._costs, self._party, self._wishes, self._outlooks = costs, party, wishes, outlooks
         self._lengths = lengths
         self._ends, self._in_all = [wish.ends_with for wish in wishes], [wish.in_all for wish in wishes]
-        self._late = party.late
+        self._gains, self._late = [one.gain for one in outlooks], party.late
         shares = [1 / one.pace for one in agreements]  # of a round, that a row's token takes
         self._weights = [one * len(shares) / sum(shares) for one in shares]
         # What is to be read first is spread over all that the row is still to say; calls are shared by those who lag.
@@ -143,7 +143,7 @@ class Weighing:
 
         A text that ends with its guesses saves about half a round.
         """
-        gain = self._outlooks[row].gain
+        gain = self._gains[row]
         last = len(gain) - 1
         if not length or not last:
             return 1.0
