@@ -240,9 +240,13 @@ def test_the_engine_tells_how_many_rounds_the_next_prompts_take(
 
         llm.engine.speculator.decide = watched  # type: ignore[method-assign]
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        llm.generate([[5 + place] * 33 for place in range(count)], params)
-    assert any(told) == crowded
-    assert not crowded or max(told) == pytest.approx(3.0)
+        prompts = [[5 + place] * 33 for place in range(count)]
+        llm.generate(prompts, params)
+        assert any(told) == crowded
+        assert not crowded or max(told) == pytest.approx(3.0)
+        for more in ({}, {"temperature": 0.8, "seed": 7}):
+            made = [llm.generate(prompts, params.but(speculation=how, **more)) for how in ("auto", "off")]
+            assert [one.token_ids for one in made[0]] == [one.token_ids for one in made[1]]
 
 
 @pytest.mark.parametrize("feeding", [0.0, 0.4, 0.9])

@@ -136,7 +136,7 @@ def test_drafts_that_lag_far_and_near_are_not_padded_into_one_pass() -> None:
     """One long prompt beside rows that lack a token or two: padded together they would be a pass of sixteen prompts."""
 
     def cut(*counts: int, begins: tuple[int, ...] = (), together: bool = True) -> list[list[int]]:
-        return list(runs(begins or (0,) * len(counts), counts, together=together))
+        return [run.places for run in runs(begins or (0,) * len(counts), counts, together=together)]
 
     assert cut(200, 200, 190) == [[2, 0, 1]]
     assert cut(1900, 1, 2, 1, 1, 2) == [[1, 3, 4, 2, 5], [0]]

@@ -98,12 +98,11 @@ class DraftModelDrafter(WithCache):
         device = self.runner.device
         begins = [self._cached.get(slot, 0) for slot in rows.slots]
         for run in runs(begins, counts, together=device.type == "cuda"):
-            places, first = upload(run, rows.tokens.device), [begins[place] for place in run]
+            places = upload(run.places, rows.tokens.device)
             tokens = rows.tokens[places].to(device)
-            steps = torch.arange(max(counts[place] for place in run), device=device)
-            positions = (upload(first, device)[:, None] + steps).clamp(max=tokens.shape[1] - 1)
+            positions = run.positions(tokens.shape[1] - 1, device)
             fed = self._known(tokens.gather(1, positions))
-            self.runner.feed(fed, positions, rows.tables[places].to(device), max(first) + len(steps), rows.start)
+            self.runner.feed(fed, positions, rows.tables[places].to(device), run.context, rows.start)
         for slot, begin, count in zip(rows.slots, begins, counts, strict=True):
             self._cached[slot] = begin + count
 

@@ -69,10 +69,8 @@ class EagleDrafter(WithCache):
         begins = [self._cached.get(slot, 0) for slot in rows.slots]
         device = rows.lengths.device
         for run in runs(begins, counts, together=device.type == "cuda"):
-            first = [begins[place] for place in run]
-            steps = torch.arange(max(counts[place] for place in run), device=device)
-            places = (upload(first, device)[:, None] + steps).clamp(max=rows.tokens.shape[1] - 2)
-            self._fed(rows, upload(run, device), places, max(first) + len(steps))
+            places = run.positions(rows.tokens.shape[1] - 2, device)
+            self._fed(rows, upload(run.places, device), places, run.context)
         for slot, begin, count in zip(rows.slots, begins, counts, strict=True):
             self._cached[slot] = begin + count
 

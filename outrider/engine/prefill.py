@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.config import MAX_DRAFT_TOKENS
+from outrider.draft.catching_up import Run
 from outrider.outputs import TokenLogprob
 from outrider.sampling.choose import logprobs
-from outrider.sampling.upload import upload
 
 if TYPE_CHECKING:
     from outrider.config import EngineConfig
@@ -120,12 +120,11 @@ class PromptFeeder:
             group.append(sequence)
         if len(group) < 2:
             return 0
-        longest, begins = max(one.uncached for one in group), [one.cached for one in group]
-        rows, device = self._state.gather(group), self._runner.device
-        positions = upload(begins, device)[:, None] + torch.arange(longest, device=device)
-        positions = positions.clamp(max=self._state.tokens.shape[1] - 1)
+        longest, rows = max(one.uncached for one in group), self._state.gather(group)
+        run = Run([*range(len(group))], [one.cached for one in group], longest)
+        positions = run.positions(self._state.tokens.shape[1] - 1, self._runner.device)
         tokens = rows.tokens.gather(1, positions.clamp(max=rows.tokens.shape[1] - 1))
-        self._runner.feed(tokens, positions, rows.tables, max(begins) + longest, None)
+        self._runner.feed(tokens, positions, rows.tables, run.context, None)
         for sequence in group:
             sequence.cached = len(sequence) - 1
             self._scheduler.share(sequence)
