@@ -7,7 +7,8 @@ decoding. All estimates look at past rounds alone, so no decision depends on a t
 
 The weight w_i is what share of a round a token of row i takes as things go. With tokens counted alike, texts that are
 easy to guess would be hurried by rounds that are long for all, and those that are hard would be left, alone and late: a
-token that comes cheaply at any time is worth less than one that takes a round.
+token that comes cheaply at any time is worth less than one that takes a round. Where rows wait for the next
+text's prompt, what a text gives beyond `Party.ceiling` is not counted.
 
 What is not tried is not known, and trying costs. A *probe* lets rows guess which would not otherwise; how often that
 may be is a matter of what it loses, by the clock (`outrider.engine.trials`). So probes cost about a percent at worst,
