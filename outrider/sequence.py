@@ -167,6 +167,16 @@ class Sequence:
         return min(len(self.tokens) + self.ahead, self.limit)
 
     @property
+    def may_end(self) -> bool:
+        """Whether the round under way may make it as long as it may be."""
+        return self.ahead > 0 and self.reach >= self.limit
+
+    @property
+    def surely_ends(self) -> bool:
+        """Whether the round under way does so in any case: a plain one."""
+        return self.ahead == 1 and self.may_end
+
+    @property
     def settled(self) -> int:
         """Tokens that it surely has on the device now: a plain round under way adds exactly one."""
         return len(self.tokens) + (self.ahead == 1)

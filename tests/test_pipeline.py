@@ -124,6 +124,27 @@ def test_no_round_is_wasted_on_a_text_that_ended_by_its_length(monkeypatch: pyte
         assert llm.engine.figures.rounds == 20
 
 
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+def test_a_text_that_ends_by_its_length_holds_up_no_other(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next round of the others starts before the last one is read; on a card it would stand idle until then."""
+    with engine(1, method, monkeypatch) as llm:
+        under_way, launch = [], llm.engine._launch
+
+        def watched(ready: Any, **how: Any) -> Any:
+            under_way.append((len(ready), len(llm.engine._flights)))
+            return launch(ready, **how)
+
+        monkeypatch.setattr(llm.engine, "_launch", watched)
+        guesses: Any = "off" if method == "none" else 3
+        lengths = (5, 9, 14, 60)
+        params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, speculation=guesses) for n in lengths]
+        made = tokens(generate_together(llm, [(PROMPTS[1], one) for one in params]))
+        assert [len(one) for one in made] == [*lengths]
+        assert all(flights for rows, flights in under_way[1:] if rows > 1)
+        if method == "none":
+            assert len(under_way) == lengths[-1]
+
+
 def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:
     grid = Grid({(1, 0): 5.0, (1, 3): 8.0, (4, 0): 6.0, (4, 3): 9.0}, stepped=True)
     assert grid.at(1, 0) == 5.0

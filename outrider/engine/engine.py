@@ -167,7 +167,7 @@ class Engine:
         self.scheduler.admit()
         feeding = len(self._ready()) < len(self.scheduler.running)
         self._prompts.feed(self.scheduler.running)
-        ready = self._ready()
+        ready = [one for one in self._ready() if not one.surely_ends]
         if self._flights and self._must_read_first(ready):
             self._read(0)
             ready = self._ready()
@@ -186,12 +186,10 @@ class Engine:
     def _must_read_first(self, ready: list[Sequence]) -> bool:
         """Whether the next round must wait for the host to read the last one.
 
-        It must where that one may have ended a text (another round would be wasted on it), where somebody would have
-        to be sent away for want of room, or where a drafter or a grammar needs to see the tokens on the host.
+        It must where that one may have ended all texts (another round would be wasted), where somebody would have to
+        be sent away for want of room, or where a drafter or a grammar needs to see the tokens on the host.
         """
-        if any(one.ahead and one.reach >= one.limit for one in ready) or not self.speculator.device_side(ready):
-            return True
-        if _constrained(ready):
+        if all(one.may_end for one in ready) or not self.speculator.device_side(ready) or _constrained(ready):
             return True
         return not all(self.scheduler.grow(one, one.reach) for one in ready)
 

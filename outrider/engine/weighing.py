@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from outrider.engine.cost import DRAFT_LENGTHS
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Weighing", "weighed_lengths"]
 
+UNSTEADY = 0.2  # deviations by which the last of texts is late, for each doubling of their number
 PROBE_SLACK = 1.25  # a probe is as long as can be for so much more than the shortest one costs
 
 
@@ -56,7 +58,8 @@ class Weighing:
             # nothing, though it is there by now.
             paid = [one.reading / in_all for one, in_all in zip(agreements, self._in_all, strict=True)]
             self._spread = [max(pair) for pair in zip(self._spread, paid, strict=True)]
-        self._passes: dict[int, float] = {}  # by guesses: asked for again and again
+        self._passes: dict[int, float] = {}  # by guesses: asked for again and again, as the next
+        self._waits: dict[int, float] = {0: 1.0}
 
     def memberships(self, length: int) -> list[list[int]]:
         """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
@@ -78,7 +81,7 @@ class Weighing:
             pace = self._pace(row, length)
             tokens += self._weights[row] * (min(pace, ceiling) - plain)
             reading += self._spread[row] * pace
-        return tokens / (self.seconds(length, members) + reading)
+        return tokens / ((self.seconds(length, members) + reading) * self._unsteady(length))
 
     def seconds(self, length: int, members: Seq[int]) -> float:
         """Seconds of the round, without what is to be read before."""
@@ -151,6 +154,25 @@ class Weighing:
         if last <= length and self._ends[row] <= last:
             pace += (gain[last] - gain[last - 1]) * pace / 2
         return pace / (1 + pace / self._in_all[row]) if self._late else pace
+
+    def _unsteady(self, length: int) -> float:
+        """By what a round's seconds are to be held for longer, since texts side by side do not end together.
+
+        With many guesses a round gives now one token and now nine, so that some texts need more rounds than others of
+        their kind: rows stand idle by turns while the last of them is waited for. Of R texts that one is about 0.4
+        deviations for each doubling of R behind the mean; half of it counts, as rows are taken by next texts.
+        """
+        if length not in self._waits:
+            variance = tokens = 0.0
+            for gain in self._gains:
+                last = min(length, len(gain) - 1)
+                most = gain[last]
+                variance += max(0.0, (2 * last - 1) * most - 2 * sum(gain[:last]) - most * most)
+                tokens += 1 + most
+            doublings = math.log2(self._party.num_rows)
+            deviation = math.sqrt(len(self._gains) * variance / (sum(self._in_all) * tokens))  # of rounds a text takes
+            self._waits[length] = 1 + UNSTEADY * doublings * deviation
+        return self._waits[length]
 
     def _reached(self, place: int, members: Seq[int]) -> float:
         """The chance that any of these rows guesses as far as a place."""
