@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Weighing", "weighed_lengths"]
 
-UNSTEADY = 0.2  # deviations by which the last of texts is late, for each doubling of their number
+UNSTEADY = 0.3  # deviations by which the last row is late, for each doubling of their number
+TOGETHER = 256  # tokens that a row gives at least, in one text or several, until others are waited for
 PROBE_SLACK = 1.25  # a probe is as long as can be for so much more than the shortest one costs
 
 
@@ -156,11 +157,11 @@ class Weighing:
         return pace / (1 + pace / self._in_all[row]) if self._late else pace
 
     def _unsteady(self, length: int) -> float:
-        """By what a round's seconds are to be held for longer, since texts side by side do not end together.
+        """By what a round's seconds are to be held for longer, since rows side by side do not end together.
 
-        With many guesses a round gives now one token and now nine, so that some texts need more rounds than others of
-        their kind: rows stand idle by turns while the last of them is waited for. Of R texts that one is about 0.4
-        deviations for each doubling of R behind the mean; half of it counts, as rows are taken by next texts.
+        With many guesses a round gives now one token and now nine, so that some rows need more rounds than others for
+        as many tokens, and those stand idle while the last is waited for. Of R rows that one is about 0.4 deviations
+        behind the mean for each doubling of R; some of it counts, as it is not always waited for.
         """
         if length not in self._waits:
             variance = tokens = 0.0
@@ -169,9 +170,9 @@ class Weighing:
                 most = gain[last]
                 variance += max(0.0, (2 * last - 1) * most - 2 * sum(gain[:last]) - most * most)
                 tokens += 1 + most
-            doublings = math.log2(self._party.num_rows)
-            deviation = math.sqrt(len(self._gains) * variance / (sum(self._in_all) * tokens))  # of rounds a text takes
-            self._waits[length] = 1 + UNSTEADY * doublings * deviation
+            whole = sum(max(TOGETHER, one) for one in self._in_all)
+            deviation = math.sqrt(len(self._gains) * variance / (whole * tokens))  # as a share of the rounds
+            self._waits[length] = 1 + UNSTEADY * math.log2(self._party.num_rows) * deviation
         return self._waits[length]
 
     def _reached(self, place: int, members: Seq[int]) -> float:
