@@ -51,6 +51,8 @@ class _Course:
         last: Its length that was chosen last.
         rows, agreements: Of the last choice.
         rested: For how many rounds it has stood that nobody is to guess.
+        accepted: Guesses that turned out right in the round that is being read.
+        shares: Of a round that those take as things go, all together: what they are weighed by.
     """
 
     trials: Trials = field(default_factory=Trials)
@@ -59,6 +61,13 @@ class _Course:
     rows: list[ref[Sequence]] = field(default_factory=list)
     rested: int = STANDS
     agreements: list[Agreement] = field(default_factory=list)
+    accepted: int = 0
+    shares: float = 0.0
+
+    def weighed(self, tokens: int) -> float:
+        """Give the tokens of the round that is being read, guesses weighed as where lengths are chosen."""
+        usual = sum(1 / one.pace for one in self.agreements) / max(1, len(self.agreements))
+        return tokens + (self.shares / usual - self.accepted if usual else 0.0)
 
     def has(self, wishes: Seq[Wish]) -> bool:
         """Whether these are the rows of the last choice."""
@@ -172,7 +181,11 @@ class Controller:
             return
         if tree:
             self._reputation(drafter, sequence).note_depth(asked, drafted)
-        self._agreement(drafter, sequence).learn(drafted if tree else max(asked, drafted), drafted, accepted)
+        agreement = self._agreement(drafter, sequence)
+        agreement.learn(drafted if tree else max(asked, drafted), drafted, accepted)
+        course = self._courses[drafter]
+        course.accepted += accepted
+        course.shares += accepted / agreement.pace
 
     def took(self, party: Party, choice_was_probe: bool, times: RoundTimes) -> None:
         """Take in what a round took."""
@@ -186,6 +199,8 @@ class Controller:
         self._passed(seconds)
         if choice_was_probe:
             self._read_trial(party, times, (seconds if times.clean else expected) + feeding, feeding, expected, plain)
+        for course in self._courses.values():
+            course.accepted, course.shares = 0, 0.0
         if times.clean and times.fed:
             self.costs.took_feed(party.drafter, sum(times.fed), party.calls(len(times.fed)), feeding)
         if measured:
@@ -206,11 +221,12 @@ class Controller:
 
         `expected`, `plain`: what a round of its width takes, and one without guesses.
         """
-        useful = min(times.tokens, max(1.0, party.ceiling) * party.num_rows)
+        course = self._courses[party.drafter]
+        useful = min(course.weighed(times.tokens), max(1.0, party.ceiling) * party.num_rows)
         lost = taken - plain * useful / party.num_rows
         gain = (useful - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
         promising = gain * plain > expected - plain
-        self._courses[party.drafter].trials.read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
+        course.trials.read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
 
     def _feeding(self, party: Party, times: RoundTimes, expected: float) -> float:
         """Seconds for what drafters read before a round; where the host does not wait for it, by what was late for it.
