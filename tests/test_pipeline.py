@@ -145,6 +145,29 @@ def test_a_text_that_ends_by_its_length_holds_up_no_other(method: str, monkeypat
             assert len(under_way) == lengths[-1]
 
 
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+def test_texts_that_are_over_in_a_round_that_goes_on_leave_room_to_the_next(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows and blocks go to others, which begin alike, while the round they still stand in is under way."""
+    beginning = list(range(60, 100))
+    guesses: Any = "off" if method == "none" else 4
+    wished = [
+        (
+            [*beginning, 65 + at],
+            SamplingParams(max_tokens=3 + 5 * at % 13, temperature=0.9, seed=at, speculation=guesses),
+        )
+        for at in range(12)
+    ]
+    made = []
+    for depth in (0, 1, 2):
+        with engine(depth, method, monkeypatch, max_num_seqs=3) as llm:
+            made.append([tokens(how(llm, wished)) for how in (generate_together, generate_staggered)])
+            assert llm.engine.scheduler.cache_usage == 0
+    assert made[0] == made[1] == made[2]
+    assert made[0][0] == made[0][1]
+
+
 def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:
     grid = Grid({(1, 0): 5.0, (1, 3): 8.0, (4, 0): 6.0, (4, 3): 9.0}, stepped=True)
     assert grid.at(1, 0) == 5.0
