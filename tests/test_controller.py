@@ -212,8 +212,8 @@ def test_a_row_that_stands_idle_for_a_round_when_its_text_ends_counts_too(agreem
 def test_rows_that_are_waited_for_together_are_not_guessed_for_by_leaps(rows: int) -> None:
     """Of long and short guesses that come to the same in the long run, the long ones let some rows fall behind.
 
-    By these times, an H200's, eight guesses for 32 rows gave four percent more a round's second than three, and 64
-    texts of 128 tokens took six percent longer with them.
+    By these times, an H200's, eight guesses for 32 rows give seven percent more a second than three while all run, and
+    64 texts of 128 tokens took five percent longer with them.
     """
     seconds = {0: 5.1, 1: 7.1, 2: 8.7, 3: 9.95, 5: 14.0, 8: 18.5}
     whole = Grid({(rows, length): taken for length, taken in seconds.items() if length}, stepped=True)

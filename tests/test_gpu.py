@@ -16,10 +16,9 @@ from outrider import LLM, Grammar, SamplingParams
 from outrider.engine.choice import Choice
 from outrider.engine.controller import Controller
 from outrider.model.kv_cache import TRASH_BLOCK, blocks_for
-from tests.eagle_checkpoints import write
 from tests.scripted import ScriptedDrafter, engine_with
-from tests.test_heads_by_name import medusa_folder
 from tests.tiny import FAMILIES, byte_tokenizer, greedy, save, tiny_draft, tiny_family, tiny_target
+from tests.ways import WAYS, source_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -291,36 +290,13 @@ def test_the_cache_takes_its_share_of_the_card() -> None:
         assert llm.max_model_len == 512
 
 
-BY_NAME: dict[str, dict[str, Any]] = {
-    "draft tree": {"method": "draft_model", "tree": "auto"},
-    "branches": {"method": "draft_model", "tree": "3x2x1"},
-    "own layers": {"method": "early_exit", "exit_layer": 1},
-    "own layers, tree": {"method": "early_exit", "exit_layer": 1, "tree": "auto"},
-    "lookup or draft": {"method": "ngram+draft_model"},
-    "lookup and draft": {"method": "ngram+draft_model", "tree": "auto"},
-    "on the host": {"method": "suffix"},
-    "host and draft": {"method": "suffix+draft_model", "tree": "auto"},
-    "eagle": {"method": "eagle"},
-    "eagle tree": {"method": "eagle", "tree": "auto"},
-    "medusa": {"method": "medusa"},
-    "medusa tree": {"method": "medusa", "tree": "auto"},
-}
-
-
-@pytest.mark.parametrize("name", list(BY_NAME))
+@pytest.mark.parametrize("name", list(WAYS))
 def test_every_way_to_draft_is_captured_and_changes_no_token(
     name: str, folders: tuple[str, str], tmp_path: Path
 ) -> None:
     target, draft = folders
-    method, source = BY_NAME[name]["method"], None
-    if "draft_model" in method:
-        source = draft
-    elif method == "eagle":
-        source = str(write("eagle3", tmp_path / "eagle", tiny_target()).folder)
-    elif method == "medusa":
-        source = str(medusa_folder(tmp_path))
-    how = {"dtype": "float32", "max_num_seqs": 4, "num_speculative_tokens": 9, **BY_NAME[name]}
-    with LLM(target, source, **how) as llm:
+    how = {"dtype": "float32", "max_num_seqs": 4, "num_speculative_tokens": 9, **WAYS[name]}
+    with LLM(target, source_of(name, draft, tmp_path), **how) as llm:
         for settings in SETTINGS:
             assert texts(llm, 9, settings) == texts(llm, "off", settings)
         figures, graphs = llm.engine.figures, llm.engine.graphs

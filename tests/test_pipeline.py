@@ -6,7 +6,7 @@ On a card that is how it always runs; here the engine is told to, so that its bo
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,7 +15,11 @@ from outrider.draft.catching_up import runs
 from outrider.engine.cost import Grid
 from outrider.engine.engine import Engine
 from tests.scripted import generate_staggered, generate_together
-from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
+from tests.tiny import byte_tokenizer, save, tiny_draft, tiny_target
+from tests.ways import WAYS, source_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PROMPTS = [[65], [72, 101, 108, 108, 111], list(range(60, 77)), [97, 98, 99] * 12]
 SETTINGS: list[dict[str, Any]] = [
@@ -31,10 +35,14 @@ def target() -> Any:
     return tiny_target()
 
 
+def pair() -> tuple[Any, Any]:
+    return target(), tiny_draft(target(), "noisy")
+
+
 def engine(depth: int, method: str, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
     """An engine whose host lags `depth` rounds behind."""
     monkeypatch.setattr("outrider.llm.Engine", functools.partial(Engine, depth=depth))
-    draft = tiny_draft(target(), "noisy") if method == "draft_model" else None
+    draft = pair()[1] if method == "draft_model" else None
     return LLM(target(), draft, tokenizer=byte_tokenizer(), method=method, device="cpu", **settings)
 
 
@@ -44,6 +52,13 @@ def jobs(method: str = "ngram", num_tokens: int = 40) -> list[tuple[list[int], S
         (prompt, SamplingParams(max_tokens=num_tokens + 3 * place, speculation=guesses, **settings))
         for place, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
     ]
+
+
+def short_ones(guesses: Any) -> list[tuple[list[int], SamplingParams]]:
+    """Texts that begin alike and end soon, each at another length."""
+    how = {"temperature": 0.9, "speculation": guesses}
+    params = [SamplingParams(max_tokens=3 + 5 * at % 13, seed=at, **how) for at in range(12)]
+    return [([*range(60, 100), 65 + at], one) for at, one in enumerate(params)]
 
 
 def tokens(made: list[list[Any]]) -> list[list[int]]:
@@ -150,22 +165,29 @@ def test_texts_that_are_over_in_a_round_that_goes_on_leave_room_to_the_next(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their rows and blocks go to others, which begin alike, while the round they still stand in is under way."""
-    beginning = list(range(60, 100))
-    guesses: Any = "off" if method == "none" else 4
-    wished = [
-        (
-            [*beginning, 65 + at],
-            SamplingParams(max_tokens=3 + 5 * at % 13, temperature=0.9, seed=at, speculation=guesses),
-        )
-        for at in range(12)
-    ]
-    made = []
+    made, wished = [], short_ones("off" if method == "none" else 4)
     for depth in (0, 1, 2):
         with engine(depth, method, monkeypatch, max_num_seqs=3) as llm:
             made.append([tokens(how(llm, wished)) for how in (generate_together, generate_staggered)])
             assert llm.engine.scheduler.cache_usage == 0
     assert made[0] == made[1] == made[2]
     assert made[0][0] == made[0][1]
+
+
+@pytest.mark.parametrize("name", list(WAYS))
+def test_whoever_drafts_texts_that_end_soon_are_the_same_however_late_rounds_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(0, "none", monkeypatch, max_num_seqs=3) as llm:
+        wanted = tokens(generate_together(llm, short_ones("off")))
+    monkeypatch.setattr("outrider.llm.Engine", functools.partial(Engine, depth=1))
+    folders = [str(save(one, byte_tokenizer(), tmp_path / str(at))) for at, one in enumerate(pair())]
+    how = {"dtype": "float32", "device": "cpu", "max_num_seqs": 3, **WAYS[name]}
+    with LLM(folders[0], source_of(name, folders[1], tmp_path), **how) as llm:
+        for serve in (generate_together, generate_staggered):
+            assert tokens(serve(llm, short_ones(4))) == wanted
+        assert llm.engine.figures.drafted > 0
+        assert llm.engine.speculator.num_failures == 0
 
 
 def test_a_captured_round_costs_what_the_next_larger_one_took() -> None:

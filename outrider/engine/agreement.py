@@ -225,6 +225,11 @@ class Agreement:
         self._rests = 0
 
     @property
+    def share(self) -> float:
+        """Of a round, that a token of its takes as things go: what tokens of several texts are weighed by."""
+        return 1 / self.pace
+
+    @property
     def untried(self) -> bool:
         """Whether nothing was guessed for it so far."""
         return not self._own[VIEWS[0].own].weight

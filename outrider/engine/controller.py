@@ -52,7 +52,7 @@ class _Course:
         rows, agreements: Of the last choice.
         rested: For how many rounds it has stood that nobody is to guess.
         accepted: Guesses that turned out right in the round that is being read.
-        shares: Of a round that those take as things go, all together: what they are weighed by.
+        shares: `Agreement.share` of those, all together.
     """
 
     trials: Trials = field(default_factory=Trials)
@@ -66,7 +66,7 @@ class _Course:
 
     def weighed(self, tokens: int) -> float:
         """Give the tokens of the round that is being read, guesses weighed as where lengths are chosen."""
-        usual = sum(1 / one.pace for one in self.agreements) / max(1, len(self.agreements))
+        usual = sum(one.share for one in self.agreements) / max(1, len(self.agreements))
         return tokens + (self.shares / usual - self.accepted if usual else 0.0)
 
     def has(self, wishes: Seq[Wish]) -> bool:
@@ -185,7 +185,7 @@ class Controller:
         agreement.learn(drafted if tree else max(asked, drafted), drafted, accepted)
         course = self._courses[drafter]
         course.accepted += accepted
-        course.shares += accepted / agreement.pace
+        course.shares += accepted * agreement.share
 
     def took(self, party: Party, choice_was_probe: bool, times: RoundTimes) -> None:
         """Take in what a round took."""

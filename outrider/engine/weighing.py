@@ -47,7 +47,7 @@ class Weighing:
         self._lengths = lengths
         self._ends, self._in_all = [wish.ends_with for wish in wishes], [wish.in_all for wish in wishes]
         self._gains, self._late = [one.gain for one in outlooks], party.late
-        shares = [1 / one.pace for one in agreements]  # of a round, that a row's token takes
+        shares = [one.share for one in agreements]
         self._weights = [one * len(shares) / sum(shares) for one in shares]
         # What is to be read first is spread over all that the row is still to say; calls are shared by those who lag.
         lagging = sum(wish.lag > 0 for wish in wishes)
@@ -60,7 +60,7 @@ class Weighing:
             paid = [one.reading / in_all for one, in_all in zip(agreements, self._in_all, strict=True)]
             self._spread = [max(pair) for pair in zip(self._spread, paid, strict=True)]
         self._passes: dict[int, float] = {}  # by guesses: asked for again and again, as the next
-        self._waits: dict[int, float] = {0: 1.0}
+        self._waits: dict[int, float] = {}
 
     def memberships(self, length: int) -> list[list[int]]:
         """Who may take part: all rows, or some of those that gain most. Captured rounds cost the same in any case."""
@@ -163,6 +163,8 @@ class Weighing:
         as many tokens, and those stand idle while the last is waited for. Of R rows that one is about 0.4 deviations
         behind the mean for each doubling of R; some of it counts, as it is not always waited for.
         """
+        if not length or self._party.num_rows == 1:
+            return 1.0
         if length not in self._waits:
             variance = tokens = 0.0
             for gain in self._gains:
