@@ -65,6 +65,8 @@ class Tiling:
     ) -> Tiling:
         """Fill the card about `PROGRAMS_PER_SM` times over.
 
+        Programs are rounded up to a power of two for each KV head, so that all kinds are met by a few passes at start.
+
         Args:
             rows: Rows in the call; without effect in exact mode.
             heads: KV heads.
@@ -80,7 +82,7 @@ class Tiling:
         if itemsize > 2:
             block_m = 16  # fp32 products have no tensor cores: keep their operands in registers
         block_n = max(16, min(64, 16384 // (power_of_2(width) * itemsize)))
-        programs = heads if fixed_length is not None else rows * heads * -(-members // block_m)
+        programs = heads if fixed_length is not None else heads * power_of_2(rows * -(-members // block_m))
         wanted = max(1, PROGRAMS_PER_SM * processors // programs)
         allowed = SPLITS if places >= LONG else SPLITS[1:]
         splits = next((few for few in allowed if few <= 2 * wanted), 1)

@@ -28,7 +28,7 @@ from outrider.model.packing import is_plain_linear
 from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from outrider.kernels.weights import WeightQuantization
     from outrider.model.decoder import Decoder
@@ -75,6 +75,13 @@ class _Layer:
             return rotate_and_attend(qkv, keys, values, step.tables, step.positions, cos, sin, **how)
         query = rotate_and_store(qkv, step.tables, step.places, step.positions, cos, sin, keys, values, **self._heads)
         return step.attend(self.index, query, *self._looking.values())
+
+    def attend(self, step: PagedStep) -> Tensor:
+        """Attend for queries of nobody: ``[B, T, H, D]``."""
+        of = step.cache.keys[self.index]
+        return step.attend(
+            self.index, of.new_zeros(*step.positions.shape, self.num_heads, of.shape[2]), *self._looking.values()
+        )
 
     @property
     def _heads(self) -> dict[str, Any]:
@@ -139,11 +146,16 @@ class DeviceDecoder:
         part._layers = [self._layers[place] for place in keep]  # noqa: SLF001 - it is of this class
         return part
 
-    def tune(self, num_rows: Sequence[int], steps: Sequence[PagedStep]) -> None:
-        """Find the fastest way to compute products of so many rows, and compile all that these passes run."""
+    def tune(self, num_rows: Sequence[int], steps: Sequence[PagedStep], attended: Sequence[PagedStep]) -> None:
+        """Find the fastest way to compute products of so many rows, and compile all that these passes run.
+
+        Of the `attended` ones it is attention alone.
+        """
         kinds = {(layer.shape, layer.scaling): place for place, layer in enumerate(self._layers)}
         few = self.only(sorted(kinds.values()))
-        passes = [partial(few.hidden, torch.zeros_like(step.positions), step) for step in steps]
+        passes: list[Callable[[], Tensor]] = []
+        passes += [partial(few.hidden, torch.zeros_like(step.positions), step) for step in steps]
+        passes += [partial(layer.attend, step) for step in attended for layer in few._layers]  # noqa: SLF001 - as above
         tune(self.products, num_rows, passes=passes)
 
     @property

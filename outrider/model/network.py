@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Network"]
 
-FEED_WIDTHS = 4, 8, 16, 32, 64, 128  # tokens a row: with them, all kernels are met that read what a cache lacks
+# Tokens a row that are fed between rounds: with these, all kernels are met that read what a cache lacks. So many tokens
+# of two rows ask for attention's other tilings, up to a chunk of 2,048.
+FEED_WIDTHS, LONG_WIDTHS = (4, 8, 16, 17, 32, 64, 128), (128, 256, 512, 1024, 2048)
 
 
 class Network:
@@ -114,7 +116,8 @@ class Network:
         rows = sorted({count for count, _ in passes})
         every = sorted({*passes, *((count, width) for count in rows for width in FEED_WIDTHS)})
         steps = [_nobodys(seen, *shape, places, self._model.device) for shape in every]
-        self.device_decoder.tune(sorted({count * width for count, width in passes}), steps)
+        long = [_nobodys(seen, 2, width, places, self._model.device) for width in LONG_WIDTHS]
+        self.device_decoder.tune(sorted({count * width for count, width in passes}), steps, long)
 
     def only(self, keep: Sequence[int]) -> Network:
         """Give the same network with some of its layers alone, in this order: it shares all weights."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from outrider.kernels.attention import BLOCK_SIZE, Tiling, paged_attention, reference_attention
+from outrider.kernels.rotate_attend import MAX_FRESH
+from outrider.model.network import FEED_WIDTHS, LONG_WIDTHS
 from tests.interpreter import mended_interpreter
 
 pytest.importorskip("triton")
@@ -279,6 +281,22 @@ def test_the_card_is_filled_twice_over():
     assert Tiling.choose(64, 8, 2048, 128, 2, None, 132, 16384).splits == 1
     exact = {Tiling.choose(rows, 8, members, 128, 2, 8192, 132, 8192) for rows in (1, 16) for members in (4, 24, 256)}
     assert len(exact) == 1
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("places", [512, 32768])
+def test_a_few_passes_at_start_meet_every_tiling_that_a_chunk_may_ask_for(heads, group, places):
+    def tiling(rows: int, width: int) -> Tiling:
+        return Tiling.choose(rows, heads, width * group, 128, 2, None, 132, places)
+
+    for most in (1, 3, 8, 12, 32):
+        rows = {1 << power for power in range(6) if 1 << power < most} | {most}
+        met = {tiling(one, width) for one in rows for width in FEED_WIDTHS if width > MAX_FRESH}
+        met |= {tiling(2, width) for width in LONG_WIDTHS}
+        for one in range(1, most + 1):
+            for width in range(MAX_FRESH + 1, min(places, 2048 // one) + 1, 3):
+                assert tiling(one, width) in met, (one, width)
 
 
 @pytest.mark.parametrize(
