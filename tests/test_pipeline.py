@@ -174,6 +174,21 @@ def test_texts_that_are_over_in_a_round_that_goes_on_leave_room_to_the_next(
     assert made[0][0] == made[0][1]
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_no_round_is_told_to_have_given_tokens_behind_a_texts_end(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a row that was over, and of guesses that went too far: a trial would be held to have gained by them."""
+    with engine(depth, "draft_model", monkeypatch, max_num_seqs=3) as llm:
+        told, timed = [], llm.engine.speculator.timed
+
+        def watched(decision: Any, times: Any) -> None:
+            told.append(times.tokens)
+            timed(decision, times)
+
+        monkeypatch.setattr(llm.engine.speculator, "timed", watched)
+        made = tokens(generate_together(llm, short_ones(4)))
+        assert sum(told) == sum(map(len, made)) == llm.engine.figures.tokens
+
+
 @pytest.mark.parametrize("name", list(WAYS))
 def test_whoever_drafts_texts_that_end_soon_are_the_same_however_late_rounds_are_read(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -119,7 +119,7 @@ class RoundTimes:
         width: Guesses that the pass was as wide as.
         asked: Guesses that the drafter was asked for, and for how many rows.
         rows_asked: See `asked`.
-        tokens: Tokens that it gave, all rows together.
+        tokens: Tokens that texts took of it, all together: none behind their ends, nor those of rows that were over.
         clean: Whether nothing else was done in that time.
         fed: Tokens that drafters read before it, of each row that lacked some.
         apart: Whether that was timed apart.

@@ -39,8 +39,8 @@ class RoundClock:
         self._left_at = time.perf_counter()
         return self._left_at - self._entered_at
 
-    def read(self, flight: Flight, packed: list[list[int]], following: Flight | None = None) -> RoundTimes:
-        """A round was read and its results were taken in; `packed` is what it gave, see `RoundResult`.
+    def read(self, flight: Flight, width: int, tokens: int, following: Flight | None = None) -> RoundTimes:
+        """A round of so many guesses was read, and sequences took so many tokens of it.
 
         `following` is the one that was started meanwhile, if any was.
         """
@@ -54,10 +54,10 @@ class RoundClock:
             seconds=seconds,
             drafting=flight.drafting,
             feeding=flight.decision.feeding,
-            width=len(packed[0]) - 4,
+            width=width,
             asked=max(flight.wanted),
             rows_asked=sum(length > 0 for length in flight.wanted),
-            tokens=sum(row[-3] + 1 for row in packed[: len(flight.sequences)]),
+            tokens=tokens,
             clean=flight.clean and lone and away <= MOST_AWAY * seconds,
             fed=flight.decision.fed,
             apart=self._apart,
