@@ -138,6 +138,7 @@ def run(
             inside=machine.inside,
             narrows=not machine.inside,
             ceiling=machine.ceiling(running, rows) if crowded > CROWDED else math.inf,
+            coming=min(rows - len(running), len(waiting)),
         )
         mosts = [max(0, min(machine.most, one.limit - one.num_generated - 1)) for one in running]
         lags = [max(0, one.num_generated + machine.prompt - one.cached) for one in running]

@@ -22,7 +22,7 @@ __all__ = ["Agreement", "Outlook", "Reputation"]
 FIRST_CHANCE, FIRST_WEIGHT = 0.7, 2.0  # of a drafter of which nothing was seen yet: hope, so that it is tried
 LEANING_WEIGHT = 8.0  # rounds that the place before counts for, in the estimate of a place after the first
 FAST, SLOW = 0.95, 0.995  # weight that the past of all sequences keeps with each row's guesses
-LOSS_MEMORY = 0.98  # the same in how well views foretold
+LOSS_MEMORY = 0.99  # the same in how well views foretold
 PACE_RATE, USUAL_RATE = 0.1, 0.02  # weight of the newest round in a text's pace, and in that of all texts
 REST_MEMORY, REST_WEIGHT = 0.85, 4.0  # with every `RESTS` rounds without; no further down than to so much evidence
 RESTS = 8
@@ -58,7 +58,8 @@ class View(NamedTuple):
 
 
 VIEWS = tuple(
-    View(*view) for view in ((2, 0.9, FAST), (8, 0.97, FAST), (2, 0.97, SLOW), (8, 0.97, SLOW), (32, 0.97, SLOW))
+    View(*view)
+    for view in ((2, 0.9, FAST), (8, 0.97, FAST), (2, 0.97, SLOW), (8, 0.97, SLOW), (32, 0.97, SLOW), (8, 0.99, SLOW))
 )
 
 

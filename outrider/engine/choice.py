@@ -11,7 +11,7 @@ from outrider.engine.cost import CHAIN, PassShape
 if TYPE_CHECKING:
     from outrider.sequence import Sequence
 
-__all__ = ["Choice", "Party", "RoundTimes", "Wish"]
+__all__ = ["Choice", "Party", "RoundTimes", "Traffic", "Wish"]
 
 SOONEST_END = 64  # tokens that a text is expected to go on for, at least, if it may
 
@@ -47,6 +47,19 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What is read beside rounds, and who comes after it.
+
+    Attributes:
+        turnover: Rounds beside which the prompts of all others that run are read; 0 unless texts wait for that.
+        coming: Rows that are not there yet, but will be soon: their prompts are being read.
+    """
+
+    turnover: float = 0.0
+    coming: int = 0
+
+
+@dataclass(frozen=True)
 class Party:
     """A drafter and the round that it drafts in.
 
@@ -62,6 +75,7 @@ class Party:
         floor: Guesses that the pass is as wide as in any case.
         ceiling: Tokens a round of a row that are of use: with more, its text ends before the next one's prompt is read,
             and the row stands idle. Without end where no texts come.
+        coming: As `Traffic.coming`.
     """
 
     drafter: str
@@ -74,11 +88,17 @@ class Party:
     context: int = 0
     floor: int = 0
     ceiling: float = math.inf
+    coming: int = 0
 
     def shape(self, num_tokens: int) -> PassShape:
         """The pass with so many guesses."""
         kind = self.drafter if num_tokens and (self.trees or self.inside) else CHAIN
         return PassShape(self.num_rows, num_tokens, kind, self.drawn, self.context)
+
+    @property
+    def rows_soon(self) -> int:
+        """Rows as soon as prompts are read."""
+        return self.num_rows + self.coming
 
     @property
     def relieved(self) -> bool:

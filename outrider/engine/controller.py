@@ -53,6 +53,7 @@ class _Course:
         rested: For how many rounds it has stood that nobody is to guess.
         accepted: Guesses that turned out right in the round that is being read.
         shares: `Agreement.share` of those, all together.
+        upkeep: Seconds that a token of a row costs by what its drafter reads for it, as of those tried last.
     """
 
     trials: Trials = field(default_factory=Trials)
@@ -63,6 +64,7 @@ class _Course:
     agreements: list[Agreement] = field(default_factory=list)
     accepted: int = 0
     shares: float = 0.0
+    upkeep: float = 0.0
 
     def weighed(self, tokens: int) -> float:
         """Give the tokens of the round that is being read, guesses weighed as where lengths are chosen."""
@@ -150,6 +152,7 @@ class Controller:
             return None
         foreseen = plan.seconds(length or plan.probe_length(), tried) - plan.seconds(0, []) + plan.reading(tried)
         trials.begin(foreseen, untried=untried)
+        course.upkeep = plan.upkeep(tried)
         return tried
 
     @staticmethod
@@ -225,7 +228,8 @@ class Controller:
         useful = min(course.weighed(times.tokens), max(1.0, party.ceiling) * party.num_rows)
         lost = taken - plain * useful / party.num_rows
         gain = (useful - party.num_rows) / max(1, times.rows_asked)  # of each row that took part
-        promising = gain * plain > expected - plain
+        reading = (1 + gain) * party.num_rows * course.upkeep  # again and again, as texts come
+        promising = gain * plain > expected - plain + reading
         course.trials.read(lost, feeding, plain, promising=promising, num_rows=party.num_rows)
 
     def _feeding(self, party: Party, times: RoundTimes, expected: float) -> float:

@@ -202,7 +202,7 @@ class Engine:
         """Decide how far to draft for each row, and start the round; `alone`: no prompt was fed before it."""
         began = time.perf_counter()
         budget = max(self.config.prefill_chunk_size, LEAST_CATCH_UP)
-        decision = self.speculator.decide(ready, budget, self._prompts.turnover())
+        decision = self.speculator.decide(ready, budget, self._prompts.traffic())
         wanted = decision.wanted
         for place, sequence in enumerate(ready):
             if wanted[place] and not self.scheduler.grow(sequence, sequence.reach + wanted[place]):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.config import MAX_DRAFT_TOKENS
 from outrider.draft.catching_up import Run
+from outrider.engine.choice import Traffic
 from outrider.outputs import TokenLogprob
 from outrider.sampling.choose import logprobs
 
@@ -23,6 +25,7 @@ __all__ = ["PromptFeeder"]
 NARROW = MAX_DRAFT_TOKENS + 1  # tokens a row that pass for a round's: kernels then let rows begin anywhere
 LEAST_CHUNK = 64  # tokens of a prompt that are worth a pass of their own
 CROWDED = 0.7  # of the rounds lately: where prompts are read beside more of them, texts wait for prompts
+SOON = 32  # rounds within which prompts are read that count as coming
 PROMPT_LOGPROB_CHUNK = 64  # tokens whose logits over the whole vocabulary are held at once
 
 
@@ -73,18 +76,21 @@ class PromptFeeder:
                 else:
                     self._scheduler.share(sequence)
 
-    def turnover(self) -> float:
-        """Give the rounds beside which the prompts of all others that run are read; 0 unless texts wait for that.
+    def traffic(self) -> Traffic:
+        """Tell what is read beside rounds; asked for once before each.
 
-        Asked for once before each round. Where prompts are read beside nearly all rounds, a row whose text ends sooner
-        stands idle until the next one's prompt has its turn. That somebody waits is no sign of it: if all keep pace
-        nobody does, and where there is no room left nobody's prompt is read.
+        Where prompts are read beside nearly all rounds, a row whose text ends sooner stands idle until the next one's
+        prompt has its turn. That somebody waits is no sign of it: if all keep pace nobody does, and where there is no
+        room left nobody's prompt is read.
         """
-        fresh = [max(1, one.prompt_length - one.reused) for one in self._scheduler.running]
+        running = self._scheduler.running
+        fresh = [max(1, one.prompt_length - one.reused) for one in running]
         each = [1 / (self._shorter // n) if n <= self._shorter else n / self._shorter for n in fresh]
         rounds = sum(each) * (1 - 1 / len(each))
         self._crowded += (self._fed - self._crowded) / (rounds + 1)
-        return rounds if self._crowded > CROWDED else 0.0
+        lacking = accumulate(sorted(one.uncached for one in running if one.uncached > 0))
+        coming = sum(tokens <= SOON * self._shorter for tokens in lacking)
+        return Traffic(rounds if self._crowded > CROWDED else 0.0, coming)
 
     def _in_turn(self, lacking: list[Sequence]) -> list[Sequence]:
         """Put those that lack something in the order in which they are fed in this step."""

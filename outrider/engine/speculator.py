@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.draft.drafter import PartedDrafter
-from outrider.engine.choice import Party, Wish
+from outrider.engine.choice import Party, Traffic, Wish
 from outrider.engine.controller import Controller
 from outrider.engine.cost import Grid, unknown_costs
 from outrider.engine.flight import Decision
@@ -33,6 +33,7 @@ __all__ = ["Speculator"]
 
 logger = logging.getLogger("outrider")
 MOST_FAILURES = 3  # of a drafter in a row, before it is switched off
+NOBODY = Traffic()
 
 
 class Speculator:
@@ -96,15 +97,13 @@ class Speculator:
 
     # --- before a round
 
-    def decide(self, ready: list[Sequence], budget: int, turnover: float = 0.0) -> Decision:
+    def decide(self, ready: list[Sequence], budget: int, traffic: Traffic = NOBODY) -> Decision:
         """Choose how many guesses each row is to get.
 
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
-        `turnover` is as `PromptFeeder.turnover` gives it.
         """
         wishes = [Wish(one, most := self._most(one), self._lag(one, most, len(ready))) for one in ready]
-        ceiling = sum(wish.in_all for wish in wishes) / len(wishes) / turnover if turnover else math.inf
-        wanted, probe = self._lengths(ready, wishes, ceiling)
+        wanted, probe = self._lengths(wishes, traffic)
         lagging: dict[int, list[tuple[Sequence, int]]] = {}
         for place, sequence in enumerate(ready):
             missing = wishes[place].lag
@@ -118,7 +117,7 @@ class Speculator:
         for rows in lagging.values():
             failed = self._catch_up(rows)
             wanted = [0 if one in failed else length for one, length in zip(ready, wanted, strict=True)]
-        party = self._party(self.lone_drafter(ready, wanted) or self.drafter, ready, ceiling)
+        party = self._party(self.lone_drafter(ready, wanted) or self.drafter, wishes, traffic)
         feeding = time.perf_counter() - began if lagging else 0.0
         fed = tuple(count for rows in lagging.values() for _, count in rows)
         return Decision(wanted, party, probe, feeding, fed)
@@ -135,7 +134,7 @@ class Speculator:
             self.failed(drafter, error)
             return 0
 
-    def _lengths(self, ready: list[Sequence], wishes: list[Wish], ceiling: float) -> tuple[list[int], bool]:
+    def _lengths(self, wishes: list[Wish], traffic: Traffic) -> tuple[list[int], bool]:
         """Choose by drafter: as asked, or as far as it pays; and say whether any of it is a probe."""
         wanted: list[int] = []
         open_to: dict[int, list[int]] = {}
@@ -146,9 +145,9 @@ class Speculator:
             if choosing:
                 open_to.setdefault(id(self._drafter_of(wish.sequence)), []).append(place)
         for places in open_to.values():
-            drafter = self._drafter_of(ready[places[0]])
+            drafter = self._drafter_of(wishes[places[0]].sequence)
             assert drafter is not None
-            party = replace(self._party(drafter, ready, ceiling), floor=max(wanted))
+            party = replace(self._party(drafter, wishes, traffic), floor=max(wanted))
             choice = self._control(drafter).choose(party, [wishes[place] for place in places])
             probe |= choice.probe
             for place, length in zip(places, choice.lengths, strict=True):
@@ -160,8 +159,9 @@ class Speculator:
         constraint = wish.sequence.constraint
         return 0 if constraint is None or drafter.makes_trees else len(constraint.forced(wish.most))
 
-    def _party(self, drafter: Drafter | None, ready: list[Sequence], ceiling: float) -> Party:
-        on_card = self._runner.device.type == "cuda"
+    def _party(self, drafter: Drafter | None, wishes: list[Wish], traffic: Traffic) -> Party:
+        on_card, ready = self._runner.device.type == "cuda", [wish.sequence for wish in wishes]
+        usual = sum(wish.in_all for wish in wishes) / max(1, len(wishes))  # tokens of a text
         return Party(
             drafter="" if drafter is None else drafter.name,
             num_rows=len(ready),
@@ -171,7 +171,8 @@ class Speculator:
             narrows=not on_card and drafter is not None and not drafter.makes_trees,
             drawn=any(one.request.params.temperature > 0 for one in ready),
             context=sum(map(len, ready)) // max(1, len(ready)),
-            ceiling=ceiling,
+            ceiling=usual / traffic.turnover if traffic.turnover else math.inf,
+            coming=traffic.coming,
         )
 
     def _catch_up(self, lagging: list[tuple[Sequence, int]]) -> list[Sequence]:

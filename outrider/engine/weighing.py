@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from outrider.engine.cost import DRAFT_LENGTHS
@@ -18,6 +20,7 @@ __all__ = ["Weighing", "weighed_lengths"]
 
 UNSTEADY = 0.3  # deviations by which the last row is late, for each doubling of their number
 TOGETHER = 256  # tokens that a row gives at least, in one text or several, until others are waited for
+AHEAD = 2.0  # plain rounds with all who are coming, that are weighed with a round of those who are there
 PROBE_SLACK = 1.25  # a probe is as long as can be for so much more than the shortest one costs
 
 
@@ -59,7 +62,7 @@ class Weighing:
             # nothing, though it is there by now.
             paid = [one.reading / in_all for one, in_all in zip(agreements, self._in_all, strict=True)]
             self._spread = [max(pair) for pair in zip(self._spread, paid, strict=True)]
-        self._passes: dict[int, float] = {}  # by guesses: asked for again and again, as the next
+        self._passes: dict[tuple[int, int], float] = {}  # by guesses and rows: asked for again and again, as the next
         self._waits: dict[int, float] = {}
 
     def memberships(self, length: int) -> list[list[int]]:
@@ -74,36 +77,63 @@ class Weighing:
         return [order[:count] for count in sorted(counts)]
 
     def worth(self, length: int, members: Seq[int]) -> float:
-        """Tokens a second, weighed by what they take as things go."""
-        ceiling = self._party.ceiling
+        """Tokens a second, weighed by what they take as things go; while prompts are read, with what follows on that.
+
+        As long as few rows run, a token takes longer than it will when all run together. What one saves is what it
+        would take then: with guesses that ten rows make while others' prompts are read, hardly anything is gained.
+        """
+        tokens, seconds = self._given(length, members, self._party.num_rows)
+        later, then = self._later
+        return (tokens + later) / (seconds + then)
+
+    def _given(self, length: int, members: Seq[int], rows: int) -> tuple[float, float]:
+        """Tokens of a round and seconds, if there were so many rows like those that there are."""
+        party, ceiling = self._party, self._party.ceiling
         plain, reading = min(1.0, ceiling), 0.0
-        tokens = self._party.num_rows * plain
+        tokens = party.num_rows * plain
         for row in members:
             pace = self._pace(row, length)
             tokens += self._weights[row] * (min(pace, ceiling) - plain)
             reading += self._spread[row] * pace
-        return tokens / ((self.seconds(length, members) + reading) * self._unsteady(length))
+        more = rows / party.num_rows
+        seconds = self._seconds(length, members, rows) + more * reading
+        return more * tokens, seconds * self._unsteady(length)
+
+    @cached_property
+    def _later(self) -> tuple[float, float]:
+        """Tokens and seconds of some rounds with all who are coming, at the best rate that there is for them."""
+        party = self._party
+        if not party.coming:
+            return 0.0, 0.0
+        every = [(one, members) for one in self._lengths for members in self.memberships(one)]
+        given = [self._given(*one, party.rows_soon) for one in [(0, []), *every]]
+        then = AHEAD * self._pass(party.floor, party.rows_soon)
+        return then * max(tokens / seconds for tokens, seconds in given), then
 
     def seconds(self, length: int, members: Seq[int]) -> float:
         """Seconds of the round, without what is to be read before."""
-        party, costs = self._party, self._costs
-        drafting = costs.draft_seconds(party.drafter, len(members), length, drawn=party.drawn)
-        floor = party.floor
+        return self._seconds(length, members, self._party.num_rows)
+
+    def _seconds(self, length: int, members: Seq[int], rows: int) -> float:
+        party, floor = self._party, self._party.floor
+        drafting_for = round(len(members) * rows / party.num_rows)
+        drafting = self._costs.draft_seconds(party.drafter, drafting_for, length, drawn=party.drawn)
         if not party.narrows or length <= floor:
-            return drafting + self._pass(max(length, floor))
-        begin, seconds = floor, self._pass(floor)
+            return drafting + self._pass(max(length, floor), rows)
+        begin, seconds = floor, self._pass(floor, rows)
         taken = drafting + seconds
         for end in self._lengths:
             if begin < end <= length:
-                wider = self._pass(end)
+                wider = self._pass(end, rows)
                 taken += (wider - seconds) * self._reached(begin + 1, members)
                 begin, seconds = end, wider
         return taken
 
-    def _pass(self, length: int) -> float:
-        if length not in self._passes:
-            self._passes[length] = self._costs.pass_seconds(self._party.shape(length))
-        return self._passes[length]
+    def _pass(self, length: int, rows: int) -> float:
+        key = length, rows
+        if key not in self._passes:
+            self._passes[key] = self._costs.pass_seconds(replace(self._party.shape(length), num_rows=rows))
+        return self._passes[key]
 
     def in_vain(self) -> bool:
         """Whether no guesses could pay, even if all were right: rows wait for the next one's prompt in any case."""
@@ -136,6 +166,10 @@ class Weighing:
         """Seconds until the drafters of these rows have read what they lack."""
         lags = [lag for row in members if (lag := self._wishes[row].lag)]
         return self._costs.feed_seconds(self._party.drafter, sum(lags), self._party.calls(len(lags)))
+
+    def upkeep(self, members: Seq[int]) -> float:
+        """Seconds that a token of one of these rows costs by what their drafters read for them."""
+        return sum(self._spread[row] for row in members) / len(members)
 
     def _reading(self, row: int) -> float:
         """Seconds until a row's drafter has read what it lacks; on a card, beside others that are read in any case."""
