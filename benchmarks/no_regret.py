@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import time
@@ -25,7 +26,17 @@ if str(HERE.parent) not in sys.path:
 
 from benchmarks.growing import begun, filled, kept  # noqa: E402
 from benchmarks.mixed_pair import MixedPair, mixed_pair  # noqa: E402
-from benchmarks.regret_figures import AUTO, MIXED, PLAIN, Cell, cells, judged, regret_table, verdicts  # noqa: E402
+from benchmarks.regret_figures import (  # noqa: E402
+    AUTO,
+    MIXED,
+    PLAIN,
+    SHORTEST,
+    Cell,
+    cells,
+    judged,
+    regret_table,
+    verdicts,
+)
 from benchmarks.round_watch import RoundWatch  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 
@@ -171,14 +182,15 @@ class Run:
         rounds: dict[str, list[dict[str, list[float]]]] = {setting: [] for setting in settings}
         guesses, texts = [], {}
         began = time.time()
-        turn(llm, cell, prompts, PLAIN, 1)  # warms up, without a guess for auto to learn from
+        apart = self.options.apart
+        turn(llm, cell, prompts, PLAIN, 1, apart=apart)  # warms up, without a guess for auto to learn from
         self.watch.take()
         for number in range(self.options.repeats):
             if self.left < 5 or (number and self.left < 1.2 * (time.time() - began) / number):
                 break
             place = number * (len(settings) - 1)  # auto is first, then last, then one before it, ...
             for setting in settings[place % len(settings) :] + settings[: place % len(settings)]:
-                rate, texts[setting], made = turn(llm, cell, prompts, setting, self.options.turn_tokens)
+                rate, texts[setting], made = turn(llm, cell, prompts, setting, self.options.turn_tokens, apart=apart)
                 rates[setting].append(rate)
                 rounds[setting].append(self.watch.take())
                 guesses += [made] if setting == AUTO else []
@@ -199,12 +211,14 @@ class Run:
 
 
 def turn(
-    llm: LLM, cell: Cell, prompts: list[list[int]], setting: str, least: int
+    llm: LLM, cell: Cell, prompts: list[list[int]], setting: str, least: int, *, apart: bool = False
 ) -> tuple[float, list[tuple[int, ...]], float]:
     """Serve at least `least` tokens a row: tokens a second, the texts, guesses a round.
 
     So many requests are always under way; whenever one ends the next comes. Of mixed texts the clock stops when the
     last one has come: their end, when a few are left that go on longest, would be measured more than what lies before.
+    With `apart` each has 60 to 100 percent of the tokens: those that are equally long end together as long as nobody
+    guesses, and their prompts are read together, which real traffic does not do.
     """
     from outrider import SamplingParams
     from outrider.garbage import only_new_garbage
@@ -216,12 +230,14 @@ def turn(
     mixed = cell.text == MIXED and cell.rows > 1
     count = len(prompts) if cell.text == MIXED else max(cell.rows, cell.rows * round(least / cell.tokens))
     waiting = [prompts[place % len(prompts)] for place in range(count)]
-    engine, running, sequences = llm.engine, [], []
+    engine, running, sequences, lengths = llm.engine, [], [], random.Random(0)
     began = time.perf_counter()
     with only_new_garbage():  # as `LLM.generate` does
         while waiting or (running and not mixed):
             while waiting and len(running) < cell.rows:
-                running += llm.intake.sequences(llm.intake.request(waiting.pop(0), params))
+                share = lengths.uniform(SHORTEST, 1.0) if apart else 1.0
+                own = params.but(max_tokens=max(1, round(share * cell.tokens)))
+                running += llm.intake.sequences(llm.intake.request(waiting.pop(0), own))
                 sequences.append(running[-1])
                 engine.add(running[-1])
             engine.step()
@@ -273,6 +289,7 @@ def _options() -> argparse.Namespace:
     add("--lengths", type=int, nargs="+", help="fixed draft lengths (1 3 5 8)")
     add("--prompt-tokens", type=int, help="(CPU: 64, CUDA: 200)")
     add("--turn-tokens", type=int, help="tokens a row that a turn makes at least: short texts in several calls")
+    add("--apart", action="store_true", help="texts of 60 to 100 percent of the tokens, which do not end together")
     add("--repeats", type=int, help="turns of each setting (3)")
     add("--threads", type=int, help="CPU threads (what torch takes by default)")
     add("--limit-seconds", type=float, default=3000, help="cells that no longer fit are left out (3000)")

@@ -12,12 +12,13 @@ from benchmarks.terminal import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AUTO", "MIXED", "PLAIN", "Cell", "cells", "judged", "regret_table", "verdicts"]
+__all__ = ["AUTO", "MIXED", "PLAIN", "SHORTEST", "Cell", "cells", "judged", "regret_table", "verdicts"]
 
 AUTO, PLAIN = "auto", "off"
 MIXED = "mixed"
 MOST_REGRET = 0.03
 LEAST_GAIN = 0.10
+SHORTEST = 0.6  # of a cell's tokens, where texts end apart
 
 
 @dataclass(frozen=True)

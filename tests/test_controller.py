@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.round_simulation import Machine, Text, compared, run
 from outrider import LLM, SamplingParams
 from outrider.engine.choice import Choice, Party, RoundTimes, Traffic, Wish
 from outrider.engine.controller import Controller
 from outrider.engine.cost import CHAIN, Grid, PassShape, RoundCosts
 from outrider.engine.trials import Trials
-from tests.round_simulation import Machine, Text, compared, run
 from tests.scripted import generate_together
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
 

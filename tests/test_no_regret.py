@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks import regret_simulation
 from benchmarks.mixed_pair import mixed_guesses, mixed_pair
+from benchmarks.no_regret import turn
 from benchmarks.regret_figures import Cell, cells, judged, regret_table, verdicts
 from outrider import LLM, SamplingParams
 from outrider.bench.pair import Saying
@@ -83,3 +87,44 @@ def test_the_cells_hold_every_number_of_rows_length_temperature_and_agreement() 
         ("text", {0.0, 0.3, 0.6, 0.8, 0.95, "mixed"}),
     ):
         assert {getattr(cell, name) for cell in found} == values
+
+
+def test_texts_that_end_apart_are_as_long_with_every_setting(tmp_path: Path) -> None:
+    sizes = "hidden=64,layers=1,heads=2,kv_heads=2,intermediate=64,vocab=1024"
+    how = {"target": sizes, "draft": sizes, "agreements": (0.9,), "seed": 0, "dtype": "float32", "device": "cpu"}
+    pair = mixed_pair(tmp_path, **how)  # type: ignore[arg-type]
+    with LLM(str(pair.target), str(pair.draft), device="cpu", max_model_len=160, max_num_seqs=2) as llm:
+        cell, prompts = Cell(2, 20, 0.0, 0.9), pair.prompts(0.9, 4, 8, 40)
+        made = [turn(llm, cell, prompts, setting, 40, apart=True)[1] for setting in ("off", "auto", "3")]
+        assert made[0] == made[1] == made[2]
+        lengths = [len(one) for one in made[0]]
+        assert len(set(lengths)) > 1 and all(12 <= length <= 20 for length in lengths)
+        assert {len(one) for one in turn(llm, cell, prompts, "off", 40)[1]} == {20}
+
+
+def test_simulated_cells_take_their_costs_from_a_record_and_are_judged_as_measured_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells_of = [
+        {"rows": rows, "rounds": {"off": [{"0": [10, seconds * 10, 0, 0]}], "2": [{"2": [5, seconds * 10, 0, 0]}]}}
+        for rows, seconds in ((1, 0.004), (2, 0.005))
+    ]
+    record = {"cells": cells_of, "pairs": {"a pair": {"feeds": {"draft_model": [0.001, 0.00001]}}}}
+    (tmp_path / "costs.json").write_text(json.dumps(record), encoding="utf-8")
+    costs = regret_simulation.Costs.of_record(tmp_path / "costs.json")
+    assert costs.rounds == {
+        (1, 0): pytest.approx(0.004), (1, 1): pytest.approx(0.006), (1, 2): pytest.approx(0.008),
+        (2, 0): pytest.approx(0.005), (2, 1): pytest.approx(0.0075), (2, 2): pytest.approx(0.010),
+    }  # fmt: skip
+    out = tmp_path / "record.json"
+    chosen = ["--rows", "1", "2", "--tokens", "16", "--agreements", "0", "0.9", "--lengths", "2", "--seeds", "1"]
+    monkeypatch.setattr(
+        "sys.argv", ["", "--costs", str(tmp_path / "costs.json"), *chosen, "--apart", "--out", str(out)]
+    )
+    regret_simulation.main()
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["simulated"] and len(found["cells"]) == 6
+    assert all(set(one["rates"]) == {"auto", "off", "2"} and len(one["rates"]["auto"]) == 3 for one in found["cells"])
+    never, always = (one for one in found["cells"] if one["rows"] == 1 and one["text"] != "mixed")
+    assert never["best"] == "off" and always["best"] == "2"
+    assert median(never["rates"]["off"]) == pytest.approx(16 / (16 * 0.004 + 0.0067), rel=0.2)  # rounds and a prompt

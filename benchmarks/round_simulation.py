@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +59,17 @@ class Machine:
         makes: Chance that there is any guess.
         prompt: Tokens of a text before its first.
         admits: Prompts that are read beside a round.
-        busy: Seconds for the prompt of a text that comes, in which the host also sends what the draft is to read.
+        busy: Seconds for the prompt of a text that comes, in which the host also sends what the draft is to read; or
+            for so many prompts that are read together.
+        at_once: Prompts that are read together while nobody runs.
+        late: Whether the controller is told of a round when the next one was begun.
+        captured: Seconds of a round by rows and guesses, drafting included, as measured; in place of all of the above.
+        slack: Tokens that a draft reads along with its first guess.
         noise: Deviation of the logarithm of each round's time.
     """
 
-    plain: Callable[[int], float] = lambda rows: 1.0
-    wide: Callable[[int], float] = lambda rows: 0.02
+    plain: Callable[[int], float] = lambda _: 1.0
+    wide: Callable[[int], float] = lambda _: 0.02
     draft: float = 0.15
     call: float = 0.0
     token: float = 0.0
@@ -71,15 +77,24 @@ class Machine:
     makes: float = 1.0
     prompt: int = 33
     admits: int = 1000
-    busy: float = 0.0
+    busy: float | Callable[[int], float] = 0.0
+    at_once: int = 1000
+    late: bool = False
+    captured: dict[tuple[int, int], float] | None = None
+    slack: int = 2
     noise: float = 0.0
     slow: Callable[[int], float] = lambda _: 1.0
     random: random.Random = field(default_factory=lambda: random.Random(0))
     most: int = 8
     num_rounds: int = 0
 
-    def profile(self, num_rows: int, error: Callable[[int, int], float] = lambda rows, width: 1.0) -> RoundCosts:
+    def profile(self, num_rows: int, error: Callable[[int, int], float] = lambda *_: 1.0) -> RoundCosts:
         """What is measured at start; `error` distorts it."""
+        if self.captured is not None:
+            plain = {key: seconds for key, seconds in self.captured.items() if not key[1]}
+            whole = {key: seconds for key, seconds in self.captured.items() if key[1]}
+            grids = {CHAIN: Grid(plain, stepped=True), "draft": Grid(whole, stepped=True)}
+            return RoundCosts(grids, feeds={"draft": (self.call, self.token)})
         lengths = [length for length in (0, 1, 2, 3, 5, 8, 12, 16) if length <= self.most]
         rows = [count for count in (1, 2, 4, 8, 16, 32) if count <= num_rows]
         passes = {(b, k): (self.plain(b) + k * self.wide(b)) * error(b, k) for b in rows for k in lengths}
@@ -91,6 +106,10 @@ class Machine:
             return RoundCosts(grids, feeds={"draft": (self.call, self.token)})
         feeds = {"draft": (self.call, self.token)}
         return RoundCosts({CHAIN: Grid(passes)}, drafts={"draft": Grid(drafts)}, feeds=feeds)
+
+    def reading(self, come: int) -> float:
+        """Seconds for the prompts of those who come."""
+        return self.busy(come) if callable(self.busy) else come * self.busy
 
     def ceiling(self, running: list[Text], rows: int) -> float:
         """Tokens a round beyond which texts wait for the next one's prompt."""
@@ -110,6 +129,9 @@ class Machine:
         if self.inside and width:
             width = min(one for one in (1, 2, 3, 5, 8, 12, 16) if one >= width)
         slow = self.slow(self.num_rounds) * self.random.lognormvariate(0, self.noise)
+        if self.captured is not None:
+            shape = min(key for key in self.captured if key[0] >= len(rows) and key[1] >= width)
+            return outcome, 0.0, slow * self.captured[shape], width
         passing = slow * (self.plain(len(rows)) + width * self.wide(len(rows)))
         drafting = slow * max(wanted) * self.draft
         return (
@@ -121,14 +143,25 @@ class Machine:
 
 
 def run(
-    machine: Machine, texts: list[Text], rows: int, controller: Controller | None = None, fixed: int | None = None
+    machine: Machine,
+    texts: list[Text],
+    rows: int,
+    controller: Controller | None = None,
+    fixed: int | None = None,
+    *,
+    to_the_end: bool = True,
 ) -> float:
-    """Generate all texts, at most `rows` at a time, by a controller or with a fixed length; give tokens a second."""
+    """Generate all texts, at most `rows` at a time, by a controller or with a fixed length; give tokens a second.
+
+    With both the length is fixed, and the controller is told how it went. If not `to_the_end`, until the last one has
+    come.
+    """
     waiting, running, seconds, tokens = list(texts), [], 0.0, 0
     ended: list[Text] = []
+    untold: list[Callable[[], None]] = []
     crowded = 0.0  # share of the rounds lately in which texts came
-    while waiting or running:
-        come = min(len(waiting), rows - len(running), machine.admits if running else rows)
+    while waiting or (running and to_the_end):
+        come = min(len(waiting), rows - len(running), machine.admits if running else machine.at_once)
         running += [waiting.pop(0) for _ in range(come)]
         crowded += (bool(come) - crowded) / ((rows - 1) / machine.admits + 1)
         party = Party(
@@ -142,47 +175,71 @@ def run(
         )
         mosts = [max(0, min(machine.most, one.limit - one.num_generated - 1)) for one in running]
         lags = [max(0, one.num_generated + machine.prompt - one.cached) for one in running]
-        probe = False
-        if controller is not None:
-            open_to = [place for place, most in enumerate(mosts) if most > 0]
-            choice = controller.choose(
-                party, [Wish(running[place], mosts[place], lags[place] if lags[place] > 2 else 0) for place in open_to]
-            )  # type: ignore[arg-type]
-            wanted, probe = [0] * len(running), choice.probe
-            for place, length in zip(open_to, choice.lengths, strict=True):
-                wanted[place] = length
-        else:
-            wanted = [min(fixed or 0, most) for most in mosts]
-        fed = tuple(lag for length, lag in zip(wanted, lags, strict=True) if length > 0 and lag > 2)
+        lags = [lag if lag > machine.slack else 0 for lag in lags]
+        wanted, probe = [min(fixed or 0, most) for most in mosts], False
+        if controller is not None and fixed is None:
+            wanted, probe = _chosen(controller, party, running, mosts, lags)
+        fed = tuple(lag for length, lag in zip(wanted, lags, strict=True) if length > 0 and lag)
         feeding = machine.call * (min(len(fed), 1) if machine.inside else len(fed)) + machine.token * sum(fed)
         outcome, drafting, passing, width = machine.round(running, wanted)
-        seconds += drafting + passing + feeding + come * machine.busy
-        given = 0
-        for one, length, (made, right) in zip(running, wanted, outcome, strict=True):
-            if one.num_generated >= one.limit:
-                continue
-            one.num_generated += right + 1
-            given += right + 1
-            if length:
-                one.guessed.append(one.num_generated - right - 1)
-                one.cached = one.num_generated + machine.prompt
-            if controller is not None:
-                controller.learn(one, "draft", length, made, right, tree=False)  # type: ignore[arg-type]
+        seconds += drafting + passing + feeding + (machine.reading(come) if come else 0.0)
+        given, learned = _taken(machine, running, wanted, outcome)
         tokens += given
         if controller is not None:
-            asked = sum(length > 0 for length in wanted)
             whole, apart = drafting + passing, not machine.inside
             if not apart:  # it runs on the card, and the host does not wait for it
                 whole, feeding = whole + feeding, 0.0
-            asked_for, clean = (width, max(wanted), asked, given), not (come and machine.busy)
+            asked_for = width, max(wanted), sum(length > 0 for length in wanted), given
+            clean = not (come and machine.busy)
             times = RoundTimes(whole, drafting, feeding, *asked_for, clean, fed=fed, apart=apart)
-            controller.took(party, probe, times)
+            untold.append(partial(_tell, controller, learned, party, probe, times))
+            if len(untold) > machine.late:
+                untold.pop(0)()
         # On a card the host sees a round later that guesses have ended a text, unless it is alone and waited for.
         late = machine.inside and width and len(running) > 1
         over = [one for one in running if one.num_generated >= one.limit] if late else []
         running = [one for one in running if one.num_generated < one.limit or (late and one not in ended)]
         ended = over
+    for told in untold:
+        told()
     return tokens / seconds
+
+
+def _chosen(
+    controller: Controller, party: Party, running: list[Text], mosts: list[int], lags: list[int]
+) -> tuple[list[int], bool]:
+    open_to = [place for place, most in enumerate(mosts) if most > 0]
+    wishes: Any = [Wish(running[place], mosts[place], lags[place]) for place in open_to]  # type: ignore[arg-type]
+    choice = controller.choose(party, wishes)
+    wanted = [0] * len(running)
+    for place, length in zip(open_to, choice.lengths, strict=True):
+        wanted[place] = length
+    return wanted, choice.probe
+
+
+def _taken(
+    machine: Machine, running: list[Text], wanted: list[int], outcome: list[tuple[int, int]]
+) -> tuple[int, list[tuple[Text, int, int, int]]]:
+    """Let texts take in a round: how many tokens they took, and what is learned of each."""
+    given, learned = 0, []
+    for one, length, (made, right) in zip(running, wanted, outcome, strict=True):
+        if one.num_generated >= one.limit:
+            continue
+        one.num_generated += right + 1
+        given += right + 1
+        if length:
+            one.guessed.append(one.num_generated - right - 1)
+            one.cached = one.num_generated + machine.prompt
+        learned.append((one, length, made, right))
+    return given, learned
+
+
+def _tell(
+    controller: Controller, learned: list[tuple[Text, int, int, int]], party: Party, probe: bool, times: RoundTimes
+) -> None:
+    for one, length, made, right in learned:
+        controller.learn(one, "draft", length, made, right, tree=False)  # type: ignore[arg-type]
+    controller.took(party, probe, times)
 
 
 def compared(
