@@ -134,7 +134,7 @@ def _coming(cell: Cell, options: argparse.Namespace, seed: int) -> Callable[[], 
     """Give a turn's texts: the same in each."""
     kinds = options.agreements if cell.text == MIXED else [float(cell.text)]
     least = max(cell.rows, cell.rows * round(options.turn_tokens / cell.tokens))
-    count = max(least, 3 * cell.rows) if cell.text == MIXED else least
+    count = max(least, 3 * cell.rows, 2 * len(kinds)) if cell.text == MIXED else least
     lengths = random.Random(seed)
     shares = [lengths.uniform(SHORTEST, 1.0) if options.apart else 1.0 for _ in range(count)]
 
