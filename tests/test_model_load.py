@@ -663,7 +663,9 @@ def test_the_default_model_answers() -> None:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     text = loaded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert isinstance(text, str)
-    assert "Paris" in loaded.tokenizer.decode(greedy(loaded.model, loaded.tokenizer.encode(text), 8))
+    # The first word is a near-tie ("The" 25.32, "L" 25.24), which bf16 makes a tie on some processors.
+    begun = loaded.tokenizer.encode(text + "The capital of France is")
+    assert "Paris" in loaded.tokenizer.decode(greedy(loaded.model, begun, 3))
 
 
 # The fixtures themselves
