@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -26,17 +25,7 @@ if str(HERE.parent) not in sys.path:
 
 from benchmarks.growing import begun, filled, kept  # noqa: E402
 from benchmarks.mixed_pair import MixedPair, mixed_pair  # noqa: E402
-from benchmarks.regret_figures import (  # noqa: E402
-    AUTO,
-    MIXED,
-    PLAIN,
-    SHORTEST,
-    Cell,
-    cells,
-    judged,
-    regret_table,
-    verdicts,
-)
+from benchmarks.regret_figures import AUTO, MIXED, PLAIN, Cell, cells, in_turn, judged, regret_table, verdicts  # noqa: E402
 from benchmarks.round_watch import RoundWatch  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 
@@ -188,8 +177,7 @@ class Run:
         for number in range(self.options.repeats):
             if self.left < 5 or (number and self.left < 1.2 * (time.time() - began) / number):
                 break
-            place = number * (len(settings) - 1)  # auto is first, then last, then one before it, ...
-            for setting in settings[place % len(settings) :] + settings[: place % len(settings)]:
+            for setting in in_turn(settings, number):  # auto is first in the first one
                 rate, texts[setting], made = turn(llm, cell, prompts, setting, self.options.turn_tokens, apart=apart)
                 rates[setting].append(rate)
                 rounds[setting].append(self.watch.take())
@@ -227,16 +215,15 @@ def turn(
     params = SamplingParams(
         temperature=cell.temperature, seed=1, max_tokens=cell.tokens, ignore_eos=True, speculation=how
     )
-    mixed = cell.text == MIXED and cell.rows > 1
-    count = len(prompts) if cell.text == MIXED else max(cell.rows, cell.rows * round(least / cell.tokens))
+    count = len(prompts) if cell.text == MIXED else cell.count(least)
     waiting = [prompts[place % len(prompts)] for place in range(count)]
-    engine, running, sequences, lengths = llm.engine, [], [], random.Random(0)
+    lengths = cell.lengths(count, apart=apart)
+    engine, running, sequences = llm.engine, [], []
     began = time.perf_counter()
     with only_new_garbage():  # as `LLM.generate` does
-        while waiting or (running and not mixed):
+        while waiting or (running and cell.to_the_end):
             while waiting and len(running) < cell.rows:
-                share = lengths.uniform(SHORTEST, 1.0) if apart else 1.0
-                own = params.but(max_tokens=max(1, round(share * cell.tokens)))
+                own = params.but(max_tokens=lengths[len(sequences)])
                 running += llm.intake.sequences(llm.intake.request(waiting.pop(0), own))
                 sequences.append(running[-1])
                 engine.add(running[-1])
@@ -248,7 +235,7 @@ def turn(
         engine.abort(one)
     while engine.busy:
         engine.step()
-    texts = [] if mixed else [tuple(one.output) for one in sequences]
+    texts = [] if not cell.to_the_end else [tuple(one.output) for one in sequences]
     drafted, rounds = (sum(getattr(one.stats, name) for one in sequences) for name in ("drafted", "rounds"))
     return tokens / seconds, texts, drafted / rounds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from benchmarks.terminal import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AUTO", "MIXED", "PLAIN", "SHORTEST", "Cell", "cells", "judged", "regret_table", "verdicts"]
+__all__ = ["AUTO", "MIXED", "PLAIN", "Cell", "cells", "in_turn", "judged", "regret_table", "verdicts"]
 
 AUTO, PLAIN = "auto", "off"
 MIXED = "mixed"
@@ -42,6 +43,26 @@ class Cell:
         """What tables call it."""
         text = self.text if isinstance(self.text, str) else f"agreement {self.text:g}"
         return f"{text}, {self.rows} x {self.tokens}, T={self.temperature:g}"
+
+    @property
+    def to_the_end(self) -> bool:
+        """Whether the clock runs until all texts have ended: of mixed ones side by side until the last has come."""
+        return self.text != MIXED or self.rows == 1
+
+    def count(self, least: int) -> int:
+        """Give the texts of a turn with at least so many tokens a row."""
+        return max(self.rows, self.rows * round(least / self.tokens))
+
+    def lengths(self, count: int, *, apart: bool, seed: int = 0) -> list[int]:
+        """Give the tokens of so many texts: equally many, or 60 to 100 percent, so that they end apart."""
+        shares = random.Random(seed)
+        return [max(1, round(self.tokens * (shares.uniform(SHORTEST, 1.0) if apart else 1.0))) for _ in range(count)]
+
+
+def in_turn(settings: list[Any], number: int) -> list[Any]:
+    """Give settings in a turn's order: whoever is first then comes last, then one before that, and so on."""
+    place = number * (len(settings) - 1) % len(settings)
+    return settings[place:] + settings[:place]
 
 
 def cells(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from datetime import UTC, datetime
@@ -26,11 +25,11 @@ if str(HERE.parent) not in sys.path:
     sys.path.insert(0, str(HERE.parent))
 
 from benchmarks.growing import begun, kept  # noqa: E402
-from benchmarks.regret_figures import AUTO, MIXED, PLAIN, SHORTEST, Cell, judged, regret_table, verdicts  # noqa: E402
+from benchmarks.regret_figures import AUTO, MIXED, PLAIN, Cell, in_turn, judged, regret_table, verdicts  # noqa: E402
 from benchmarks.round_simulation import Machine, Text, run  # noqa: E402
 from benchmarks.terminal import Console  # noqa: E402
 from outrider.engine.controller import Controller  # noqa: E402
-from outrider.engine.cost import DRAFT_LENGTHS  # noqa: E402
+from outrider.engine.cost import DRAFT_LENGTHS, Grid  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,19 +76,14 @@ class Costs:
         sums: dict[tuple[int, int], list[float]] = {}
         for cell in record["cells"]:
             for setting, turns in cell["rounds"].items():
-                guesses = 0 if setting == PLAIN else int(setting) if setting != AUTO else None
-                for count, seconds, *_ in (turn[str(guesses)] for turn in turns if str(guesses) in turn):
-                    found = sums.setdefault((cell["rows"], int(guesses or 0)), [0, 0.0])
+                guesses = "0" if setting == PLAIN else setting  # of auto there is no round by that name
+                for count, seconds, *_ in (turn[guesses] for turn in turns if guesses in turn):
+                    found = sums.setdefault((cell["rows"], int(guesses)), [0, 0.0])
                     found[0], found[1] = found[0] + count, found[1] + seconds
-        rounds = {key: seconds / count for key, (count, seconds) in sums.items()}
-        lengths = sorted({key[1] for key in rounds})
-        for rows in {key[0] for key in rounds}:
-            for length in DRAFT_LENGTHS:
-                if length not in lengths and length < lengths[-1]:
-                    low = max(one for one in lengths if one < length)
-                    high = min(one for one in lengths if one > length)
-                    share = (length - low) / (high - low)
-                    rounds[rows, length] = (1 - share) * rounds[rows, low] + share * rounds[rows, high]
+        measured = Grid({key: seconds / count for key, (count, seconds) in sums.items()})
+        every, most = {rows for rows, _ in sums}, max(guesses for _, guesses in sums)
+        lengths = {length for length in DRAFT_LENGTHS if length < most} | {guesses for _, guesses in sums}
+        rounds = {(rows, length): measured.at(rows, length) for rows in every for length in lengths}
         (pair,) = record["pairs"].values()
         call, token = pair["feeds"]["draft_model"]
         return cls(rounds, (call, token))
@@ -120,28 +114,25 @@ def _judged(costs: Costs, cell: Cell, options: argparse.Namespace) -> dict[str, 
     for seed in range(max(1, min(options.seeds, options.seeds * 1000 // (cell.rows * cell.tokens)))):
         coming = _coming(cell, options, seed)
         controller = Controller(costs.machine().profile(cell.rows))
-        each = not (cell.text == MIXED and cell.rows > 1)
-        run(costs.machine(), coming(), cell.rows, controller, fixed=0, to_the_end=each)
+        run(costs.machine(), coming(), cell.rows, controller, fixed=0, to_the_end=cell.to_the_end)
         for number in range(options.repeats):
-            place = number * (len(settings) - 1)
-            for setting in settings[place % len(settings) :] + settings[: place % len(settings)]:
+            for setting in in_turn(settings, number):
                 fixed = None if setting == AUTO else 0 if setting == PLAIN else int(setting)
-                rates[setting].append(run(costs.machine(), coming(), cell.rows, controller, fixed, to_the_end=each))
+                rate = run(costs.machine(), coming(), cell.rows, controller, fixed, to_the_end=cell.to_the_end)
+                rates[setting].append(rate)
     return judged(cell, rates, pair="simulated")
 
 
 def _coming(cell: Cell, options: argparse.Namespace, seed: int) -> Callable[[], list[Text]]:
     """Give a turn's texts: the same in each."""
     kinds = options.agreements if cell.text == MIXED else [float(cell.text)]
-    least = max(cell.rows, cell.rows * round(options.turn_tokens / cell.tokens))
+    least = cell.count(options.turn_tokens)
     count = max(least, 3 * cell.rows, 2 * len(kinds)) if cell.text == MIXED else least
-    lengths = random.Random(seed)
-    shares = [lengths.uniform(SHORTEST, 1.0) if options.apart else 1.0 for _ in range(count)]
+    lengths = cell.lengths(count, apart=options.apart, seed=seed)
 
     def texts() -> list[Text]:
         return [
-            Text(kinds[place % len(kinds)], max(2, round(cell.tokens * share)), seed=1000 * seed + place)
-            for place, share in enumerate(shares)
+            Text(kinds[place % len(kinds)], length, seed=1000 * seed + place) for place, length in enumerate(lengths)
         ]
 
     return texts

@@ -56,6 +56,21 @@ def texts(agreement: float | str, length: int, count: int) -> Callable[[], list[
     return lambda: [Text(each[place % len(each)], length, seed=place) for place in range(count)]  # type: ignore[arg-type]
 
 
+def of_the_best(
+    machine: Callable[[], Machine], rows: int, agreement: float, length: int, *, seeds: int, lengths: tuple[int, ...],
+    count: int = 128,
+) -> float:  # fmt: skip
+    """Give auto's speed over that of the best of some fixed lengths, in the second turn of as many texts."""
+    ratios = []
+    for seed in range(seeds):
+        coming = lambda turn: [Text(agreement, length, seed=1000 * (10 * seed + turn) + at) for at in range(count)]  # noqa: B023, E731
+        controller = Controller(machine().profile(rows))
+        run(machine(), coming(0), rows, controller)
+        auto = run(machine(), coming(1), rows, controller)
+        ratios.append(auto / max(run(machine(), coming(1), rows, fixed=one) for one in lengths))
+    return sum(ratios) / len(ratios)
+
+
 def by_plain(machine: Callable[[], Machine], agreement: float, length: int, count: int, rows: int) -> float:
     """Give auto's speed over plain decoding's, of the second to fourth turn of as many texts each."""
     one, gained = machine(), []
@@ -198,14 +213,7 @@ def test_what_is_thought_of_the_next_text_is_not_ruled_by_those_that_take_longes
 @pytest.mark.parametrize("agreement", [0.6, 0.95])
 def test_a_row_that_stands_idle_for_a_round_when_its_text_ends_counts_too(agreement: float) -> None:
     """Four texts of eight tokens on a card: with the idle rounds plain decoding is best, or close to it."""
-    ratios = []
-    for seed in range(4):
-        coming = lambda turn: [Text(agreement, 8, seed=1000 * (10 * seed + turn) + at) for at in range(128)]  # noqa: B023, E731
-        controller = Controller(reading_card().profile(4))
-        run(reading_card(), coming(0), 4, controller)
-        auto = run(reading_card(), coming(1), 4, controller)
-        ratios.append(auto / max(run(reading_card(), coming(1), 4, fixed=length) for length in (0, 1, 3, 8)))
-    assert sum(ratios) / len(ratios) > 0.97
+    assert of_the_best(reading_card, 4, agreement, 8, seeds=4, lengths=(0, 1, 3, 8)) > 0.97
 
 
 @pytest.mark.parametrize("rows", [1, 32])
@@ -235,14 +243,7 @@ def test_texts_that_would_only_wait_for_the_next_ones_prompt_are_not_hurried(row
     With sixteen texts of eight tokens, right nearly always, auto came to 0.84 of plain decoding on an H200.
     """
     busy = lambda: replace(reading_card(), busy=6.3, admits=2)  # noqa: E731
-    ratios = []
-    for seed in range(3):
-        coming = lambda turn: [Text(0.95, length, seed=1000 * (10 * seed + turn) + at) for at in range(128)]  # noqa: B023, E731
-        controller = Controller(busy().profile(rows))
-        run(busy(), coming(0), rows, controller)
-        auto = run(busy(), coming(1), rows, controller)
-        ratios.append(auto / max(run(busy(), coming(1), rows, fixed=length) for length in (0, 1, 3)))
-    assert sum(ratios) / len(ratios) > 0.965
+    assert of_the_best(busy, rows, 0.95, length, seeds=3, lengths=(0, 1, 3)) > 0.965
 
 
 @pytest.mark.parametrize(("length", "least"), [(32, 0.97), (128, 1.015)])
@@ -253,14 +254,8 @@ def test_while_prompts_are_read_the_few_that_run_are_not_hurried(length: int, le
     """
     wide = {1: 0.0, 2: 0.05, 4: 0.12, 8: 0.35, 16: 0.68, 32: 0.75}
     busy = lambda: replace(reading_card(), busy=11.5, admits=2, wide=lambda rows: wide[1 << (rows - 1).bit_length()])  # noqa: E731
-    ratios, count = [], 128 if length < 64 else 64
-    for seed in range(3):
-        coming = lambda turn: [Text(0.95, length, seed=1000 * (10 * seed + turn) + at) for at in range(count)]  # noqa: B023, E731
-        controller = Controller(busy().profile(32))
-        run(busy(), coming(0), 32, controller)
-        auto = run(busy(), coming(1), 32, controller)
-        ratios.append(auto / max(run(busy(), coming(1), 32, fixed=length) for length in (0, 1, 3, 8)))
-    assert sum(ratios) / len(ratios) > least
+    count = 128 if length < 64 else 64
+    assert of_the_best(busy, 32, 0.95, length, seeds=3, lengths=(0, 1, 3, 8), count=count) > least
 
 
 @pytest.mark.parametrize(("length", "promising"), [(512, True), (8, False)])

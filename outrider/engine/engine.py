@@ -274,26 +274,27 @@ class Engine:
                 accepted = [min(count, flight.own[member]) for count, member in zip(accepted, alive, strict=True)]
             parts = None if credited is None else [credited[member] for member in alive]
             self.speculator.tell(drafter, [flight.sequences[member] for member in alive], accepted, parts)
-        kept = 0
+        before = self.figures.tokens
         for row, sequence in enumerate(flight.sequences):
             sequence.ahead -= flight.wanted[row] + 1
             if not sequence.finished:  # neither aborted nor ended in the round before this one
                 columns = None if report is None else [column[row] for column in report]
                 own = None if flight.own is None else flight.own[row]
-                kept += self._take_in(sequence, packed[row], columns, now, own, flight.wanted[row])
+                self._take_in(sequence, packed[row], columns, now, own, flight.wanted[row])
         following = self._flights[0] if self._flights else None
-        self.speculator.timed(flight.decision, self._clock.read(flight, len(packed[0]) - 4, kept, following))
+        taken = self.figures.tokens - before
+        self.speculator.timed(flight.decision, self._clock.read(flight, len(packed[0]) - 4, taken, following))
 
     def _take_in(
         self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float, own: int | None, asked: int
-    ) -> int:
-        """Give a sequence what a round made for it, and say how many tokens it took; its fault is its own."""
+    ) -> None:
+        """Give a sequence what a round made for it; its fault is its own."""
         *tokens, accepted, drafted, broken = packed
-        kept = 0
         try:
             if 0 < broken < STUCK:
                 raise FloatingPointError("the target's logits are not numbers (NaN)")
-            kept = self._append(sequence, tokens[: broken - STUCK if broken else None], accepted, drafted, now)
+            most = broken - STUCK if broken else None
+            kept = self._append(sequence, tokens[:most], accepted, drafted, now)
             if broken and not sequence.finished:
                 sequence.fail(why_stuck(sequence))
             if columns is not None and sequence.request.params.logprobs is not None:
@@ -304,7 +305,6 @@ class Engine:
             sequence.fail(f"{type(error).__name__}: {error}")
         if sequence.finished:
             self.scheduler.retire(sequence)
-        return kept
 
     def _book(self, sequence: Sequence, drafted: int, accepted: int, kept: int, asked: int) -> None:
         """Count a round. Where the text ended among the accepted guesses, those behind its end are not counted.

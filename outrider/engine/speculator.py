@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.draft.drafter import PartedDrafter
-from outrider.engine.choice import Party, Traffic, Wish
+from outrider.engine.choice import Party, Wish
 from outrider.engine.controller import Controller
 from outrider.engine.cost import Grid, unknown_costs
 from outrider.engine.flight import Decision
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outrider.draft.drafter import Drafter
-    from outrider.engine.choice import RoundTimes
+    from outrider.engine.choice import RoundTimes, Traffic
     from outrider.engine.cost import RoundCosts
     from outrider.engine.profile import Profiler
     from outrider.engine.state import DeviceState
@@ -33,7 +33,6 @@ __all__ = ["Speculator"]
 
 logger = logging.getLogger("outrider")
 MOST_FAILURES = 3  # of a drafter in a row, before it is switched off
-NOBODY = Traffic()
 
 
 class Speculator:
@@ -97,7 +96,7 @@ class Speculator:
 
     # --- before a round
 
-    def decide(self, ready: list[Sequence], budget: int, traffic: Traffic = NOBODY) -> Decision:
+    def decide(self, ready: list[Sequence], budget: int, traffic: Traffic) -> Decision:
         """Choose how many guesses each row is to get.
 
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
@@ -161,7 +160,6 @@ class Speculator:
 
     def _party(self, drafter: Drafter | None, wishes: list[Wish], traffic: Traffic) -> Party:
         on_card, ready = self._runner.device.type == "cuda", [wish.sequence for wish in wishes]
-        usual = sum(wish.in_all for wish in wishes) / max(1, len(wishes))  # tokens of a text
         return Party(
             drafter="" if drafter is None else drafter.name,
             num_rows=len(ready),
@@ -171,7 +169,7 @@ class Speculator:
             narrows=not on_card and drafter is not None and not drafter.makes_trees,
             drawn=any(one.request.params.temperature > 0 for one in ready),
             context=sum(map(len, ready)) // max(1, len(ready)),
-            ceiling=usual / traffic.turnover if traffic.turnover else math.inf,
+            ceiling=_ceiling(wishes, traffic.turnover),
             coming=traffic.coming,
         )
 
@@ -332,6 +330,11 @@ class Speculator:
             self.failed(drafter, error)
             return False
         return True
+
+
+def _ceiling(wishes: list[Wish], turnover: float) -> float:
+    """Give `Party.ceiling`."""
+    return sum(wish.in_all for wish in wishes) / len(wishes) / turnover if turnover else math.inf
 
 
 def _by_part(credited: list[list[int]], num_parts: int) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ from outrider.model.packing import is_plain_linear
 from outrider.model.paged import PagedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from outrider.kernels.weights import WeightQuantization
     from outrider.model.decoder import Decoder
@@ -153,8 +153,7 @@ class DeviceDecoder:
         """
         kinds = {(layer.shape, layer.scaling): place for place, layer in enumerate(self._layers)}
         few = self.only(sorted(kinds.values()))
-        passes: list[Callable[[], Tensor]] = []
-        passes += [partial(few.hidden, torch.zeros_like(step.positions), step) for step in steps]
+        passes = [partial(few.hidden, torch.zeros_like(step.positions), step) for step in steps]
         passes += [partial(layer.attend, step) for step in attended for layer in few._layers]  # noqa: SLF001 - as above
         tune(self.products, num_rows, passes=passes)
 
