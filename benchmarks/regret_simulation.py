@@ -46,8 +46,9 @@ def main() -> None:
     costs = Costs.of_record(options.costs)
     record = begun("regret_simulation", date, options, simulated=True, costs=costs.record(), cells=[], verdicts={})
     try:
+        engines: dict[tuple[int, int, int], Controller] = {}
         for cell in _cells(options):
-            record["cells"].append(_judged(costs, cell, options))
+            record["cells"].append(_judged(costs, cell, options, engines))
             told = record["cells"][-1]
             console.print(f"{cell.name}: {1 - told['regret']:.3f} of {told['best']} ({time.time() - began:.0f} s)")
     finally:
@@ -107,13 +108,19 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     return [Cell(rows, tokens, 0.0, kind) for rows in options.rows for tokens in options.tokens for kind in kinds]
 
 
-def _judged(costs: Costs, cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
-    """Let settings take turns as `no_regret.py` does, one engine for all of a seed; larger cells with fewer seeds."""
+def _judged(
+    costs: Costs, cell: Cell, options: argparse.Namespace, engines: dict[tuple[int, int, int], Controller]
+) -> dict[str, Any]:
+    """Let settings take turns as `no_regret.py` does, and agreements of as many texts as long follow each other.
+
+    So what an engine learned in the cell before misleads it at first. Larger cells have fewer seeds.
+    """
     settings = [AUTO, PLAIN, *map(str, options.lengths)]
     rates: dict[str, list[float]] = {setting: [] for setting in settings}
     for seed in range(max(1, min(options.seeds, options.seeds * 1000 // (cell.rows * cell.tokens)))):
         coming = _coming(cell, options, seed)
-        controller = Controller(costs.machine().profile(cell.rows))
+        engine = cell.rows, cell.tokens, seed
+        controller = engines.setdefault(engine, Controller(costs.machine().profile(cell.rows)))
         run(costs.machine(), coming(), cell.rows, controller, fixed=0, to_the_end=cell.to_the_end)
         for number in range(options.repeats):
             for setting in in_turn(settings, number):

@@ -42,6 +42,16 @@ class Text(SimpleNamespace):
     def __len__(self) -> int:
         return self.num_generated
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has all its tokens."""
+        return self.num_generated >= self.limit
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended."""
+        return "length" if self.finished else None
+
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -209,7 +219,7 @@ def _chosen(
     controller: Controller, party: Party, running: list[Text], mosts: list[int], lags: list[int]
 ) -> tuple[list[int], bool]:
     open_to = [place for place, most in enumerate(mosts) if most > 0]
-    wishes: Any = [Wish(running[place], mosts[place], lags[place]) for place in open_to]  # type: ignore[arg-type]
+    wishes: Any = [Wish(running[place], mosts[place], lags[place], controller.length.tokens) for place in open_to]  # type: ignore[arg-type]
     choice = controller.choose(party, wishes)
     wanted = [0] * len(running)
     for place, length in zip(open_to, choice.lengths, strict=True):

@@ -11,9 +11,26 @@ from outrider.engine.cost import CHAIN, PassShape
 if TYPE_CHECKING:
     from outrider.sequence import Sequence
 
-__all__ = ["Choice", "Party", "RoundTimes", "Traffic", "Wish"]
+__all__ = ["Choice", "Party", "RoundTimes", "TextLength", "Traffic", "Wish"]
 
-SOONEST_END = 64  # tokens that a text is expected to go on for, at least, if it may
+FIRST_LENGTH, LENGTH_RATE = 128.0, 0.1  # tokens that a text is held to become before any ended; weight of the last one
+
+
+class TextLength:
+    """How long texts become, by those that ended lately.
+
+    Attributes:
+        tokens: Of a text, generated.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = FIRST_LENGTH
+
+    def ended(self, sequence: Sequence) -> None:
+        """Take in a text that has ended: one cut off at the length that it was allowed says no more than that."""
+        told, reason = sequence.num_generated, sequence.finish_reason
+        if reason == "stop" or (reason == "length" and told > self.tokens):
+            self.tokens += LENGTH_RATE * (told - self.tokens)
 
 
 @dataclass(frozen=True)
@@ -24,11 +41,13 @@ class Wish:
         sequence: Whose row.
         most: Guesses that it may be given.
         lag: Tokens that its drafter must read before it can guess for it.
+        usual: Tokens that a text becomes long, see `TextLength`.
     """
 
     sequence: Sequence
     most: int
     lag: int = 0
+    usual: float = FIRST_LENGTH
 
     @property
     def ends_with(self) -> int:
@@ -36,14 +55,15 @@ class Wish:
         return self.sequence.limit - len(self.sequence) - 1
 
     @property
-    def in_all(self) -> int:
-        """Tokens of the whole text, if it becomes as long as it may be."""
-        return self.ends_with + 1 + self.sequence.num_generated
+    def in_all(self) -> float:
+        """Tokens that the whole text is expected to have: as many as usual, or twice what it has, if it may."""
+        so_far = self.sequence.num_generated
+        return min(so_far + self.ends_with + 1, max(self.usual, 2 * so_far, 1))
 
     @property
-    def left(self) -> int:
-        """Tokens to come: as many as it may have, but a text is not expected to become more than twice as long."""
-        return max(1, min(self.ends_with + 1, max(self.sequence.num_generated, SOONEST_END)))
+    def left(self) -> float:
+        """Tokens that are expected to come, one at least."""
+        return max(1.0, self.in_all - self.sequence.num_generated)
 
 
 @dataclass(frozen=True)

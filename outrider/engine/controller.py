@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
 
 from outrider.engine.agreement import Agreement, Outlook, Reputation
-from outrider.engine.choice import Choice
+from outrider.engine.choice import Choice, TextLength
 from outrider.engine.cost import CHAIN, RoundCosts
 from outrider.engine.trials import Comparisons, Trials
 from outrider.engine.weighing import Weighing, weighed_lengths
@@ -82,10 +82,15 @@ class Controller:
 
     Args:
         costs: What rounds cost.
+
+    Attributes:
+        costs: What they are expected to cost by now.
+        length: Of texts that ended.
     """
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
+        self.length = TextLength()
         self._agreements: WeakKeyDictionary[Sequence, dict[str, Agreement]] = WeakKeyDictionary()
         self._reputations: dict[tuple[str, bool], Reputation] = {}
         self._courses: defaultdict[str, _Course] = defaultdict(_Course)  # by drafter
@@ -179,7 +184,12 @@ class Controller:
     # --- after it
 
     def learn(self, sequence: Sequence, drafter: str, asked: int, drafted: int, accepted: int, *, tree: bool) -> None:
-        """Take in how a sequence's guesses fared: of `asked` ones (or nodes), `drafted` places were guessed."""
+        """Take in how a sequence's guesses fared: of `asked` ones (or nodes), `drafted` places were guessed.
+
+        To be told of every round of a sequence, of those without guesses too, after it took in what the round gave.
+        """
+        if sequence.finished:
+            self.length.ended(sequence)
         if not asked:
             return
         if tree:

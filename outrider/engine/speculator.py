@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from outrider.draft.drafter import PartedDrafter
-from outrider.engine.choice import Party, Wish
+from outrider.engine.choice import FIRST_LENGTH, Party, Wish
 from outrider.engine.controller import Controller
 from outrider.engine.cost import Grid, unknown_costs
 from outrider.engine.flight import Decision
@@ -101,7 +101,8 @@ class Speculator:
 
         Drafters whose caches lag are fed first, with at most `budget` tokens in all; a row that still lags gets none.
         """
-        wishes = [Wish(one, most := self._most(one), self._lag(one, most, len(ready))) for one in ready]
+        usual = FIRST_LENGTH if self._controller is None else self._controller.length.tokens
+        wishes = [Wish(one, most := self._most(one), self._lag(one, most, len(ready)), usual) for one in ready]
         wanted, probe = self._lengths(wishes, traffic)
         lagging: dict[int, list[tuple[Sequence, int]]] = {}
         for place, sequence in enumerate(ready):
