@@ -186,8 +186,8 @@ class Run:
             self.record["skipped"].append({"pair": name, "cell": cell.name, "reason": "out of time"})
             return
         differing = sum(one != texts[PLAIN] for one in texts.values())
-        more = {"pair": name, "guesses": sum(guesses) / len(guesses), "differing_texts": differing, "rounds": rounds}
-        self.record["cells"].append(judged(cell, rates, **more))
+        more = {"pair": name, "guesses": sum(guesses) / len(guesses), "differing_texts": differing}
+        self.record["cells"].append(judged(cell, rates, rounds, **more))
         told = self.record["cells"][-1]
         self.console.print(f"{cell.name}: {1 - told['regret']:.3f} of {told['best']} ({self.left:.0f} s left)")
         self._keep()

@@ -89,19 +89,23 @@ def cells(
     return list(dict.fromkeys(found))
 
 
-def judged(cell: Cell, rates: dict[str, list[float]], **more: Any) -> dict[str, Any]:
+_Rounds = dict[str, list[dict[str, list[float]]]]  # by setting and turn, see `RoundWatch.take`
+
+
+def judged(cell: Cell, rates: dict[str, list[float]], rounds: _Rounds | None = None, **more: Any) -> dict[str, Any]:
     """Work a cell out of its rates (tokens a second), by setting and turn.
 
     Settings are compared turn by turn, as those of one turn stood side by side in time; the median of turns counts.
     `noise` is how far the same setting's own turns lie apart: half the spread of plain decoding's, as a share.
+
+    `level`, where `rounds` are told, is auto by the best of the others if every kind of round had taken as long in all
+    turns, which is as long as it did on average: on a machine with neighbours that is what the choice of rounds is
+    worth, and the rest is theirs.
     """
-    ratios = {
-        setting: median(mine / other for mine, other in zip(rates[AUTO], values, strict=True))
-        for setting, values in rates.items()
-        if setting != AUTO
-    }
-    best = min(ratios, key=lambda setting: ratios[setting])
+    best, ratios = _of_the_best(rates)
     plain = rates[PLAIN]
+    if rounds is not None:
+        more |= {"rounds": rounds, "level": min(_of_the_best(_levelled(rates, rounds))[1].values())}
     return {
         **asdict(cell),
         "name": cell.name,
@@ -116,10 +120,48 @@ def judged(cell: Cell, rates: dict[str, list[float]], **more: Any) -> dict[str, 
     }
 
 
+def _of_the_best(rates: dict[str, list[float]]) -> tuple[str, dict[str, float]]:
+    """Give the setting that auto comes off worst against, and how it stands against each."""
+    ratios = {
+        setting: median(mine / other for mine, other in zip(rates[AUTO], values, strict=True))
+        for setting, values in rates.items()
+        if setting != AUTO
+    }
+    return min(ratios, key=lambda setting: ratios[setting]), ratios
+
+
+def _levelled(rates: dict[str, list[float]], rounds: _Rounds) -> dict[str, list[float]]:
+    """Give rates as if every kind of round had always taken what it took on average.
+
+    Those beside which prompts were read are left as they are, unless there is one row: how many were is not known.
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    turns = [turn for told in rounds.values() for turn in told]
+    for turn in turns:
+        for kind, (count, seconds, *_) in turn.items():
+            if kind[0].isdigit() and ("busy" not in kind or kind.startswith("1 x")):
+                known = sums.get(kind, (0, 0.0))
+                sums[kind] = known[0] + count, known[1] + seconds
+    found: dict[str, list[float]] = {}
+    for setting, values in rates.items():
+        found[setting] = []
+        for rate, turn in zip(values, rounds[setting], strict=True):
+            tokens = sum(one[2] for one in turn.values())
+            more = sum(
+                turn[kind][0] * seconds / count - turn[kind][1]
+                for kind, (count, seconds) in sums.items()
+                if kind in turn
+            )
+            found[setting].append(tokens / (tokens / rate + more))
+    return found
+
+
 def verdicts(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Hold all cells against the promises; `reached` is None where nothing was measured."""
     losing = [
-        {key: one[key] for key in ("name", "regret", "noise", "best")} for one in found if one["regret"] > MOST_REGRET
+        {key: one[key] for key in ("name", "regret", "noise", "best", "level") if key in one}
+        for one in found
+        if one["regret"] > MOST_REGRET
     ]
     mixed = []
     for one in found:
@@ -175,14 +217,14 @@ def regret_table(found: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="Tokens a second (median of turns); auto against the best of the others", title_justify="left")
     settings = list(dict.fromkeys(setting for one in found for setting in one["rates"]))
     table.add_column("cell", no_wrap=True)
-    for name in (*settings, "best", "auto / best", "noise", "guesses"):
+    for name in (*settings, "best", "auto / best", "level", "noise", "guesses"):
         table.add_column(name, justify="right")
     for one in found:
         ratio, losing = 1 - one["regret"], one["regret"] > MOST_REGRET
         rates = (f"{median(one['rates'][setting]):.1f}" if setting in one["rates"] else "" for setting in settings)
-        shown = f"{ratio:.3f}"
+        shown, level = f"{ratio:.3f}", f"{one['level']:.3f}" if "level" in one else ""
         table.add_row(
-            one["name"], *rates, one["best"], f"[red]{shown}[/red]" if losing else shown, f"{one['noise']:.3f}",
+            one["name"], *rates, one["best"], f"[red]{shown}[/red]" if losing else shown, level, f"{one['noise']:.3f}",
             f"{one.get('guesses', 0):.2f}",
         )  # fmt: skip
     return table

@@ -77,8 +77,11 @@ class Costs:
         sums: dict[tuple[int, int], list[float]] = {}
         for cell in record["cells"]:
             for setting, turns in cell["rounds"].items():
-                guesses = "0" if setting == PLAIN else setting  # of auto there is no round by that name
-                for count, seconds, *_ in (turn[guesses] for turn in turns if guesses in turn):
+                if setting == AUTO:
+                    continue
+                guesses = "0" if setting == PLAIN else setting
+                kinds = {f"{cell['rows']} x {guesses}", guesses}  # the latter of older records, which tell no rows
+                for count, seconds, *_ in (turn[kind] for turn in turns for kind in kinds & turn.keys()):
                     found = sums.setdefault((cell["rows"], int(guesses)), [0, 0.0])
                     found[0], found[1] = found[0] + count, found[1] + seconds
         measured = Grid({key: seconds / count for key, (count, seconds) in sums.items()})

@@ -37,9 +37,9 @@ class RoundWatch:
     def take(self) -> dict[str, list[float]]:
         """Give rounds, seconds, tokens, and the seconds of the longest since the last call, by kind.
 
-        A kind is the guesses that the pass was as wide as, and "probe", "fed" (a draft read what it lacked) and "busy"
-        (something else was done in that time, as a prompt that was read) where that is so. "garbage" are collections
-        of all that Python holds, which stop every thread.
+        A kind is rows x the guesses that the pass was as wide as ("4 x 3"), and "probe", "fed" (a draft read what it
+        lacked) and "busy" (something else was done in that time, as a prompt that was read) where that is so.
+        "garbage" are collections of all that Python holds, which stop every thread.
         """
         seen, self._seen = self._seen, self._nothing()
         return {
@@ -65,6 +65,6 @@ class RoundWatch:
 
     def _timed(self, decision: Decision, times: RoundTimes) -> None:
         words = {"probe": decision.probe, "fed": bool(times.fed), "busy": not times.clean}
-        kind = " ".join([str(times.width), *(word for word, so in words.items() if so)])
+        kind = " ".join([f"{decision.party.num_rows} x {times.width}", *(word for word, so in words.items() if so)])
         self._note(kind, times.seconds, times.tokens)
         self._told(decision, times)

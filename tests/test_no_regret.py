@@ -64,6 +64,19 @@ def test_auto_is_held_against_the_best_of_all_others_and_losing_cells_are_listed
     assert table.title and "Tokens a second" in str(table.title)
 
 
+def test_a_machine_that_is_slow_in_one_turn_is_told_from_rounds_badly_chosen() -> None:
+    """Auto runs the rounds of the best length, which took 1.5 times as long in its turns; and then others."""
+    quick, slow = {"1 x 3": [10, 1.0, 30, 0.1], "garbage": [1, 9.0, 0, 9.0]}, {"1 x 3": [10, 1.5, 30, 0.2]}
+    plain = {"1 x 0": [30, 3.0, 30, 0.1], "1 x 0 busy": [1, 0.1, 0, 0.1], "2 x 0 busy": [1, 7.0, 0, 7.0]}
+    rates = {"auto": [20.0, 20.0], "off": [10.0, 10.0], "3": [30.0, 30.0]}
+    found = judged(Cell(1, 64, 0.0, 0.3), rates, {"auto": [slow] * 2, "off": [plain] * 2, "3": [quick] * 2})
+    assert found["regret"] == pytest.approx(1 / 3) and found["level"] == pytest.approx(1.0)
+    found = judged(Cell(1, 64, 0.0, 0.3), rates, {"auto": [plain] * 2, "off": [plain] * 2, "3": [quick] * 2})
+    assert found["level"] == pytest.approx(2 / 3) and found["best"] == "3"
+    (lost,) = verdicts([found])["never slower"]["losing"]
+    assert lost["level"] == found["level"] and "level" in str(regret_table([found]).columns)
+
+
 def test_all_cells_of_a_pair_are_one_workload_for_one_length() -> None:
     """A length that is best somewhere is not best everywhere: 1 row at 10 or 20, 2 rows at 30 or 24 tokens a second."""
     alone = judged(Cell(1, 64, 0.0, 0.9), {"auto": [20.0], "off": [10.0], "3": [20.0]}, pair="a")
@@ -106,8 +119,8 @@ def test_simulated_cells_take_their_costs_from_a_record_and_are_judged_as_measur
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells_of = [
-        {"rows": rows, "rounds": {"off": [{"0": [10, seconds * 10, 0, 0]}], "2": [{"2": [5, seconds * 10, 0, 0]}]}}
-        for rows, seconds in ((1, 0.004), (2, 0.005))
+        {"rows": rows, "rounds": {"off": [{kind[0]: [10, took * 10, 0, 0]}], "2": [{kind[1]: [5, took * 10, 0, 0]}]}}
+        for rows, took, kind in ((1, 0.004, ("0", "2")), (2, 0.005, ("2 x 0", "2 x 2")))
     ]
     record = {"cells": cells_of, "pairs": {"a pair": {"feeds": {"draft_model": [0.001, 0.00001]}}}}
     (tmp_path / "costs.json").write_text(json.dumps(record), encoding="utf-8")
