@@ -77,7 +77,7 @@ def test_heads_change_no_token(kind: str, tree: str | None, tmp_path: Path) -> N
             {"temperature": 1.0},
             {"temperature": 1.2, "top_p": 0.9, "presence_penalty": 0.5},
         ):
-            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3, **one)
+            params = SamplingParams(max_tokens=28, ignore_eos=True, seed=3, **one)
             wanted = [output.token_ids for output in llm.generate(PROMPTS, params.but(speculation="off"))]
             for length in (1, 4, 9):
                 outputs = llm.generate(PROMPTS, params.but(speculation=length))

@@ -29,7 +29,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def texts(llm: LLM, prompts: list[list[int]], speculation: Any, num_tokens: int = 8, **settings: Any) -> list[Any]:
+def texts(llm: LLM, prompts: list[list[int]], speculation: Any, num_tokens: int = 5, **settings: Any) -> list[Any]:
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, speculation=speculation, **settings)
     return [output.token_ids for output in llm.generate(prompts, params)]
 
@@ -58,7 +58,7 @@ def test_the_host_may_lag_behind_kernels_too(monkeypatch: Any) -> None:
     """As a card runs: rounds on kernels, each started before the last one is read, rows of all kinds in one batch."""
     target, prompts = tiny_target(**SIZES), [[65, 66, 67], [97, 98, 99] * 4, [70]]
     params = [
-        SamplingParams(max_tokens=6 + place, ignore_eos=True, speculation=3, **settings)
+        SamplingParams(max_tokens=4 + place, ignore_eos=True, speculation=3, **settings)
         for place, settings in enumerate([{"temperature": 0}, {"temperature": 1.1, "seed": 8}, RULES])
     ]
     monkeypatch.delenv("OUTRIDER_KERNELS")
@@ -105,6 +105,6 @@ def test_trees_run_on_fused_kernels(tmp_path: Any, exit_layer: int, num_layers: 
     how: dict[str, Any] = {"method": "early_exit", "exit_layer": exit_layer, "tree": "2x1", "dtype": "float32"}
     with LLM(folder, device="cpu", num_speculative_tokens=4, max_num_seqs=2, **how) as llm:
         assert llm.engine.runner.network.device_decoder is not None
-        assert texts(llm, prompts, 4, 6, temperature=0) == texts(llm, prompts, "off", 6, temperature=0)
+        assert texts(llm, prompts, 4, 4, temperature=0) == texts(llm, prompts, "off", 4, temperature=0)
         assert llm.engine.figures.accepted > 0
         assert llm.engine.speculator.num_failures == 0

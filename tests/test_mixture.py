@@ -56,7 +56,7 @@ def test_lookup_and_a_model_change_no_token(merge: bool, verification: str) -> N
         settings += [{"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9, "presence_penalty": 0.5}]
     with with_model(merge, verification=verification) as llm:
         for one in settings:
-            params = SamplingParams(max_tokens=60, ignore_eos=True, seed=7, **one)
+            params = SamplingParams(max_tokens=36, ignore_eos=True, seed=7, **one)
             wanted = [output.token_ids for output in llm.generate(PROMPTS, params.but(speculation="off"))]
             for length in (1, 4, 9):
                 outputs = llm.generate(PROMPTS, params.but(speculation=length))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CLIENTS = 32
-SECONDS = float(os.environ.get("OUTRIDER_LOAD_SECONDS", "8"))
+SECONDS = float(os.environ.get("OUTRIDER_LOAD_SECONDS", "5"))
 MOST = 24  # tokens of a text
 PROMPTS = ["one two three one two", "abcabcabcabc", "Was it a car or a cat I saw?", "to be or not to be, to be or"]
 SCHEMA = {"enum": ["yes", "no", "perhaps"]}
@@ -128,7 +128,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
                 looks(running, end, tally), *(client(running.port, one, end, texts, tally) for one in numbers)
             )
 
-        asyncio.run(all_clients(2.0))  # grammars compiled, threads started
+        asyncio.run(all_clients(1.5))  # grammars compiled, threads started
         assert running.idle(20)
         before, counted = reading(running.process.pid), running.metric("outrider_generated_tokens_total")
         tally = Tally(Counter())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from tests.server.harness import ROOT, Running, serving, wait_until_ready
+from tests.server.harness import ROOT, Running, serving
 from tests.tiny import byte_tokenizer, save, tiny_target
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TEXT = {"prompt": "one two three one two", "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "one two three", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+CANARY = "canary-5731"
 JSON = "content-type: application/json\r\nhost: localhost\r\n"
 
 
@@ -34,8 +35,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(folder: str) -> Iterator[Running]:
-    with serving(folder, "--max-num-seqs", "4", "--max-waiting", "4") as running:
+    patience = ("--header-seconds", "2", "--stall-seconds", "2")
+    with serving(folder, "--max-num-seqs", "4", "--max-waiting", "4", *patience) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def keyed(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with keys, whose lines say nothing of what it was told: looked at when all is over."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("# who may ask\nalice:secret-one\nsecret-two\n", encoding="utf-8")
+    with serving(folder, "--api-key-file", str(keys), OUTRIDER_API_KEY="secret-three") as running:
+        yield running
+        running.stop()
+        assert running.lines
+        assert not any("secret" in line or CANARY in line for line in running.lines)
 
 
 def connected(server: Running, text: str) -> socket.socket:
@@ -123,19 +137,18 @@ def test_a_full_server_refuses_at_once_and_recovers(server: Running) -> None:
     assert server.post("/v1/completions", TEXT).status_code == 200
 
 
-def test_heads_that_drip_or_never_end_are_cut_off(folder: str) -> None:
-    with serving(folder, "--header-seconds", "1", "--stall-seconds", "1") as server:
-        silent = connected(server, "")
-        dripping = connected(server, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
-        half = connected(server, request(TEXT)[:-5])
-        large = connected(server, "GET /live HTTP/1.1\r\nhost: localhost\r\nx: " + "a" * 200_000)
-        assert b"431" in everything(large).split(b"\r\n")[0]
-        garbage = connected(server, "\x80\x04\x95 no http at all\r\n\r\n")
-        assert b"400" in everything(garbage).split(b"\r\n")[0]
-        assert b"408" in everything(dripping).split(b"\r\n")[0]
-        assert everything(silent) == b""
-        assert b"408" in everything(half).split(b"\r\n")[0]
-        assert server.get("/live").status_code == 200
+def test_heads_that_drip_or_never_end_are_cut_off(server: Running) -> None:
+    silent = connected(server, "")
+    dripping = connected(server, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
+    half = connected(server, request(TEXT)[:-5])
+    large = connected(server, "GET /live HTTP/1.1\r\nhost: localhost\r\nx: " + "a" * 200_000)
+    assert b"431" in everything(large).split(b"\r\n")[0]
+    garbage = connected(server, "\x80\x04\x95 no http at all\r\n\r\n")
+    assert b"400" in everything(garbage).split(b"\r\n")[0]
+    assert b"408" in everything(dripping).split(b"\r\n")[0]
+    assert everything(silent) == b""
+    assert b"408" in everything(half).split(b"\r\n")[0]
+    assert server.get("/live").status_code == 200
 
 
 def test_several_requests_on_one_connection(server: Running) -> None:
@@ -174,41 +187,36 @@ def test_R11_every_stream_ends_properly(server: Running) -> None:
 # --- keys
 
 
-def test_every_route_but_probes_wants_a_key(folder: str, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("# who may ask\nalice:secret-one\nsecret-two\n", encoding="utf-8")
-    with serving(folder, "--api-key-file", str(keys), OUTRIDER_API_KEY="secret-three") as server:
-        for path in ("/live", "/ready"):
-            assert server.get(path).status_code == 200
-        wrong = [
-            "",
-            "Bearer",
-            "Bearer secret",
-            "secret-one",
-            "Basic secret-one",
-            "Bearer secret-one-",
-            "Bearer ' OR 1=1",
-        ]
-        for value in wrong:
-            for path in ("/v1/models", "/metrics", "/health", "/openapi.json", "/nothing", "/live/", "/LIVE", "//live"):
-                answer = server.get(path, headers={"authorization": value} if value else {})
-                assert answer.status_code == 401, (path, value)
-                assert answer.json()["error"]["code"] == "invalid_api_key"
-                assert "secret" not in answer.text
-        for raw in (
-            "GET http://x/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
-            "GET /%6cive HTTP/1.1\r\nhost: localhost/live?\r\nconnection: close\r\n\r\n",
-            "GET /v1/models?x=/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
-            "GET /live/../v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
-        ):
-            first = everything(connected(server, raw)).split(b"\r\n")[0]
-            assert b" 200 " not in first or b"%6cive" in raw.encode(), raw
-        for key in ("secret-one", "secret-two", "secret-three"):
-            headers = {"authorization": f"Bearer {key}"}
-            assert server.get("/v1/models", headers=headers).status_code == 200
-            assert server.post("/v1/completions", TEXT, headers=headers).status_code == 200
-        server.stop()
-        assert not any("secret" in line for line in server.lines)
+def test_every_route_but_probes_wants_a_key(keyed: Running) -> None:
+    for path in ("/live", "/ready"):
+        assert keyed.get(path).status_code == 200
+    wrong = [
+        "",
+        "Bearer",
+        "Bearer secret",
+        "secret-one",
+        "Basic secret-one",
+        "Bearer secret-one-",
+        "Bearer ' OR 1=1",
+    ]
+    for value in wrong:
+        for path in ("/v1/models", "/metrics", "/health", "/openapi.json", "/nothing", "/live/", "/LIVE", "//live"):
+            answer = keyed.get(path, headers={"authorization": value} if value else {})
+            assert answer.status_code == 401, (path, value)
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert "secret" not in answer.text
+    for raw in (
+        "GET http://x/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+        "GET /%6cive HTTP/1.1\r\nhost: localhost/live?\r\nconnection: close\r\n\r\n",
+        "GET /v1/models?x=/live HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+        "GET /live/../v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    ):
+        first = everything(connected(keyed, raw)).split(b"\r\n")[0]
+        assert b" 200 " not in first or b"%6cive" in raw.encode(), raw
+    for key in ("secret-one", "secret-two", "secret-three"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert keyed.get("/v1/models", headers=headers).status_code == 200
+        assert keyed.post("/v1/completions", TEXT, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -325,32 +333,18 @@ def test_kill_leaves_no_child_and_the_port_is_free(folder: str) -> None:
         while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < end:
             time.sleep(0.05)
         assert not any(Path(f"/proc/{child}").exists() for child in children)
-        port = server.port
-    command = [sys.executable, "-m", "outrider", "serve", folder, "--port", str(port), "--threads", "1"]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    ) as again:
-        second = Running(again, port)
-        try:
-            wait_until_ready(second)
-            assert second.post("/v1/completions", TEXT).status_code == 200
-        finally:
-            again.terminate()
-            again.communicate()
+        socket.create_server(("127.0.0.1", server.port)).close()
 
 
-def test_nothing_else_listens_and_prompts_are_not_logged(folder: str) -> None:
-    with serving(folder) as server:
-        canary = "canary-5731"
-        server.post("/v1/completions", {"prompt": canary, "max_tokens": 2})
-        server.post("/v1/completions", {"prompt": canary, "max_tokens": -1})
-        server.post("/v1/completions", {"prompt": [canary], "n": canary})
-        assert canary not in server.get("/metrics").text
-        listening = subprocess.run(["ss", "-ltnp"], capture_output=True, text=True, check=False).stdout
-        ours = [line for line in listening.splitlines() if f"pid={server.process.pid}," in line]
-        assert not listening or len(ours) == 1
-        server.stop()
-        assert canary not in "".join(server.lines)
+def test_nothing_else_listens_and_prompts_are_not_logged(keyed: Running) -> None:
+    headers = {"authorization": "Bearer secret-one"}
+    asked: list[dict[str, Any]] = [{"prompt": CANARY, "max_tokens": 2}, {"prompt": CANARY, "max_tokens": -1}]
+    for body in (*asked, {"prompt": [CANARY], "n": CANARY}):
+        keyed.post("/v1/completions", body, headers=headers)
+    assert CANARY not in keyed.get("/metrics", headers=headers).text
+    listening = subprocess.run(["ss", "-ltnp"], capture_output=True, text=True, check=False).stdout
+    ours = [line for line in listening.splitlines() if f"pid={keyed.process.pid}," in line]
+    assert not listening or len(ours) == 1
 
 
 # --- the engine's own faults end the process
