@@ -13,13 +13,15 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from outrider.draft.catching_up import runs
 from outrider.engine.choice import Party, RoundTimes, Wish
 from outrider.engine.controller import Controller
 from outrider.engine.cost import CHAIN, Grid, RoundCosts
 from outrider.engine.prefill import CROWDED
+from outrider.kernels.attention import power_of_2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Machine", "Text", "run"]
 
@@ -117,6 +119,12 @@ class Machine:
         feeds = {"draft": (self.call, self.token)}
         return RoundCosts({CHAIN: Grid(passes)}, drafts={"draft": Grid(drafts)}, feeds=feeds)
 
+    def feeding(self, lacking: Sequence[int]) -> float:
+        """Seconds until a draft has read what rows lack; on a card together, padded, of a power of two of rows."""
+        together = list(runs([0] * len(lacking), lacking, together=self.inside))
+        tokens = sum(one.width * (power_of_2(len(one.places)) if self.inside else 1) for one in together)
+        return self.call * len(together) + self.token * tokens
+
     def reading(self, come: int) -> float:
         """Seconds for the prompts of those who come."""
         return self.busy(come) if callable(self.busy) else come * self.busy
@@ -190,7 +198,7 @@ def run(
         if controller is not None and fixed is None:
             wanted, probe = _chosen(controller, party, running, mosts, lags)
         fed = tuple(lag for length, lag in zip(wanted, lags, strict=True) if length > 0 and lag)
-        feeding = machine.call * (min(len(fed), 1) if machine.inside else len(fed)) + machine.token * sum(fed)
+        feeding = machine.feeding(fed)
         outcome, drafting, passing, width = machine.round(running, wanted)
         seconds += drafting + passing + feeding + (machine.reading(come) if come else 0.0)
         given, learned = _taken(machine, running, wanted, outcome)
