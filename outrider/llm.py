@@ -19,7 +19,7 @@ from outrider.progress import counted, tracked
 from outrider.sampling.params import SamplingParams
 from outrider.sequence import output_of
 from outrider.setup import (
-    check_draft_place,
+    check_draft,
     check_exact,
     check_parallel,
     load_target,
@@ -118,7 +118,7 @@ class LLM:
             **drafting,
         )
         where = resolve_device(device, model)
-        check_draft_place(draft_dtype, draft_device)
+        check_draft(speculation, draft_dtype, draft_device)
         chunk = PREFILL_CHUNK[where.type == "cuda"] if prefill_chunk_size is None else prefill_chunk_size
         sizes = max_model_len, max_num_seqs, gpu_memory_utilization, kv_cache_bytes, chunk
         config = EngineConfig(*sizes, exact, seed, enable_prefix_caching, share_prefixes)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from outrider.config import Method, SpeculationConfig, Verification
 from outrider.errors import ConfigError, ModelLoadError
+from outrider.model.checkpoint import check_source
 from outrider.model.dflash_files import is_block_draft
 from outrider.model.dtypes import parse_dtype
 from outrider.model.eagle_files import is_eagle
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from outrider.model.quantize import Quantization
 
 __all__ = [
-    "check_draft_place",
+    "check_draft",
     "check_draft_quantization",
     "check_exact",
     "check_parallel",
@@ -118,12 +120,18 @@ def resolve_device(device: torch.device | str | None, source: Any = None) -> tor
         raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from error
 
 
-def check_draft_place(dtype: torch.dtype | str | None, device: torch.device | str | None) -> None:
-    """Refuse a dtype or a device of the draft that is none, before the target is loaded.
+def check_draft(
+    speculation: SpeculationConfig, dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> None:
+    """Refuse a draft that is not there, and a dtype or a device of it that is none, before the target is loaded.
 
     Raises:
-        ConfigError: There is no such one.
+        ConfigError: There is no such dtype or device.
+        ModelLoadError: There is no such draft, and no leave to go on without.
     """
+    needed = any(method.takes_model for method in speculation.methods) and not speculation.allow_failure
+    if needed and isinstance(speculation.model, str | Path):
+        check_source(speculation.model)
     parse_dtype(dtype, "draft_dtype")
     try:
         resolve_device(device)

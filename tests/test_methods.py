@@ -9,7 +9,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculationConfig
-from outrider.errors import ConfigError, InvalidRequestError
+from outrider.errors import ConfigError, InvalidRequestError, ModelLoadError
 from tests.scripted import greedy_params
 from tests.tiny import byte_tokenizer, tiny_draft, tiny_target
 
@@ -150,6 +150,15 @@ def test_a_prediction_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
 def test_an_unknown_setting_is_named() -> None:
     with pytest.raises(ConfigError, match="no setting 'trees'"):
         LLM("nowhere", trees="auto")
+
+
+@pytest.mark.parametrize("method", [None, "draft_model", "eagle", "ngram+draft_model"])
+def test_a_draft_that_is_not_there_is_told_before_the_target_is_loaded(
+    method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.llm.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    with pytest.raises(ModelLoadError, match=r"no model at \./nowhere/draft"):
+        LLM("a/model", "./nowhere/draft", method=method)
 
 
 def test_an_identical_drafts_tree_always_holds_the_targets_path() -> None:

@@ -11,7 +11,7 @@ from typer import Option
 
 from outrider.cli.config_option import file_settings, given_options
 from outrider.cli.values import byte_count, token_biases
-from outrider.config import SpeculationConfig
+from outrider.config import SpeculationConfig, methods_of
 from outrider.config_file import merged
 from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
@@ -226,6 +226,9 @@ class ModelOptions:
         arguments["speculative_config"] = config = self._config()
         if isinstance(arguments["kv_cache_bytes"], str):
             arguments["kv_cache_bytes"] = byte_count(arguments["kv_cache_bytes"])
+        for method in (arguments["method"], (config or {}).get("method")):
+            if method is not None:
+                methods_of(method)  # told now: before torch is imported, which takes seconds
         named = arguments["method"] is not None or arguments["speculative_model"] is not None
         if not named and not {"method", "model"} & set(config or ()):
             arguments["method"] = "ngram"
