@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> tuple[int, di
 
 
 def test_a_tiny_run_finds_every_text_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, record = run(monkeypatch, tmp_path / "record.json")
+    code, record = run(monkeypatch, tmp_path / "record.json", "--prompts", "2", "--tokens", "6")
     assert code == 0
     assert len(record["cells"]) == 12  # two modes, two drafters, three settings
     assert all(cell["drafted"] and cell["tokens"] and not cell["divergences"] for cell in record["cells"])

@@ -9,7 +9,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculationConfig
-from outrider.engine.choice import Choice, Party, Wish
+from outrider.engine.choice import Choice, Party, TextLength, Wish
 from outrider.engine.controller import Controller
 from outrider.engine.cost import CHAIN, Grid, RoundCosts
 from tests.cases_support import (
@@ -95,7 +95,7 @@ class Schedule:
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths, self.asked = lengths, []
-        self.costs = costs()
+        self.costs, self.length = costs(), TextLength()
 
     def choose(self, party: Party, wishes: list[Wish]) -> Choice:
         self.asked.append(min(wishes[0].most, self._lengths[len(self.asked) % len(self._lengths)]))
