@@ -129,14 +129,14 @@ def check_draft(
         ConfigError: There is no such dtype or device.
         ModelLoadError: There is no such draft, and no leave to go on without.
     """
-    needed = any(method.takes_model for method in speculation.methods) and not speculation.allow_failure
-    if needed and isinstance(speculation.model, str | Path):
-        check_source(speculation.model)
     parse_dtype(dtype, "draft_dtype")
     try:
         resolve_device(device)
     except ConfigError:
         raise ConfigError(f"draft_device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from None
+    needed = any(method.takes_model for method in speculation.methods) and not speculation.allow_failure
+    if needed and isinstance(speculation.model, str | Path):
+        check_source(speculation.model)
 
 
 def warn_lossy(verification: Verification) -> None:

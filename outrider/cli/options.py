@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from outrider.cli.config_option import file_settings, given_options
-from outrider.cli.values import byte_count, token_biases
-from outrider.config import SpeculationConfig, methods_of
+from outrider.cli.values import byte_count, checked_method, token_biases
+from outrider.config import SpeculationConfig
 from outrider.config_file import merged
 from outrider.errors import ConfigError
 from outrider.sampling.params import SamplingParams
@@ -226,15 +226,13 @@ class ModelOptions:
         arguments["speculative_config"] = config = self._config()
         if isinstance(arguments["kv_cache_bytes"], str):
             arguments["kv_cache_bytes"] = byte_count(arguments["kv_cache_bytes"])
-        for method in (arguments["method"], (config or {}).get("method")):
-            if method is not None:
-                methods_of(method)  # told now: before torch is imported, which takes seconds
         named = arguments["method"] is not None or arguments["speculative_model"] is not None
         if not named and not {"method", "model"} & set(config or ()):
             arguments["method"] = "ngram"
+        method = checked_method((config or {}).get("method", arguments["method"]))
         if arguments["num_speculative_tokens"] is None:
-            lookup = (config or {}).get("method", arguments["method"]) in LOOKUP_METHODS
-            arguments["num_speculative_tokens"] = LOOKUP_TOKENS if lookup else SpeculationConfig.num_speculative_tokens
+            usual = SpeculationConfig.num_speculative_tokens
+            arguments["num_speculative_tokens"] = LOOKUP_TOKENS if method in LOOKUP_METHODS else usual
         return arguments
 
     def load(self, **settings: Any) -> LLM:
@@ -253,13 +251,11 @@ class ModelOptions:
             torch.set_num_threads(self.threads)
 
     def _config(self) -> dict[str, Any] | None:
-        if self.speculative_config is None:
-            return None
         try:
-            config = json.loads(self.speculative_config)
+            config = None if self.speculative_config is None else json.loads(self.speculative_config)
         except ValueError as error:
             raise ConfigError(f"--speculative-config is not JSON ({error}): {self.speculative_config!r}") from None
-        if not isinstance(config, dict):
+        if self.speculative_config is not None and not isinstance(config, dict):
             raise ConfigError(f"--speculative-config must be a JSON object, got {self.speculative_config!r}")
         return config
 

@@ -6,6 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from outrider.config import methods_of
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.model.checkpoint import check_source
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-__all__ = ["byte_count", "check_models", "check_writable", "one_model", "token_biases"]
+__all__ = ["byte_count", "check_models", "check_writable", "checked_method", "one_model", "token_biases"]
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -78,6 +79,17 @@ def one_model(argument: str | None, option: str | None) -> str | None:
     if argument is not None and option is not None:
         raise ConfigError(f"the model is given twice: {argument!r} and --model {option!r}")
     return argument if argument is not None else option
+
+
+def checked_method(name: str | None) -> str | None:
+    """Give a method's name back where there is such a method: told before torch is imported, which takes seconds.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name is not None:
+        methods_of(name)
+    return name
 
 
 def check_models(arguments: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import outrider.cli
 from outrider import LLM, ConfigError, InvalidRequestError, ModelLoadError
 from outrider.cli import app, console
+from outrider.cli.options import ModelOptions
 from outrider.cli.values import check_writable
 from outrider.model.checkpoint import check_source
 from outrider.prompts import read_objects
@@ -200,6 +201,12 @@ def test_what_the_draft_is_to_have_is_checked_before_the_target_is_loaded(settin
     settings: dict[str, Any] = {setting: "nope"}
     with pytest.raises(ConfigError, match=f"{setting} must be .*'nope'"):
         LLM("/no/such/model", "/no/such/draft", **settings)
+
+
+@pytest.mark.parametrize("given", [{"method": "telepathy"}, {"speculative_config": '{"method": "telepathy"}'}])
+def test_a_method_that_is_none_is_told_by_the_options_alone(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"method must be one of .*'telepathy'"):
+        ModelOptions(**given).arguments()
 
 
 # --- what is shown
