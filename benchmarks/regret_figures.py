@@ -21,6 +21,8 @@ MOST_REGRET = 0.03
 LEAST_GAIN = 0.10
 SHORTEST = 0.6  # of a cell's tokens, where texts end apart
 
+_Rounds = dict[str, list[dict[str, list[float]]]]  # by setting and turn, see `RoundWatch.take`
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -87,9 +89,6 @@ def cells(
     found += [Cell(rows[-1], min(tokens), first, agreement) for agreement in (low, high)]
     found.append(Cell(rows[-1], usual, temperatures[-1], high))
     return list(dict.fromkeys(found))
-
-
-_Rounds = dict[str, list[dict[str, list[float]]]]  # by setting and turn, see `RoundWatch.take`
 
 
 def judged(cell: Cell, rates: dict[str, list[float]], rounds: _Rounds | None = None, **more: Any) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Machine:
     def feeding(self, lacking: Sequence[int]) -> float:
         """Seconds until a draft has read what rows lack; on a card together, padded, of a power of two of rows."""
         together = list(runs([0] * len(lacking), lacking, together=self.inside))
-        tokens = sum(one.width * (power_of_2(len(one.places)) if self.inside else 1) for one in together)
+        tokens = sum(one.width * power_of_2(len(one.places)) for one in together)
         return self.call * len(together) + self.token * tokens
 
     def reading(self, come: int) -> float:

@@ -555,7 +555,11 @@ def test_the_default_model_writes_json_by_a_schema() -> None:
         "additionalProperties": False,
     }
     asked = [{"role": "user", "content": "Describe a person as JSON with name, age and colours."}]
-    settings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.8, "seed": 1}]
+    settings: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1, "seed": 2},
+    ]
     with LLM(method="ngram", dtype="float32", max_model_len=512, max_num_seqs=4) as llm:
         for one in settings:
             params = SamplingParams(grammar=Grammar.json_schema(schema), max_tokens=120, **one)

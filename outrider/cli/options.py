@@ -229,10 +229,9 @@ class ModelOptions:
         named = arguments["method"] is not None or arguments["speculative_model"] is not None
         if not named and not {"method", "model"} & set(config or ()):
             arguments["method"] = "ngram"
-        method = checked_method((config or {}).get("method", arguments["method"]))
+        lookup = checked_method((config or {}).get("method", arguments["method"])) in LOOKUP_METHODS
         if arguments["num_speculative_tokens"] is None:
-            usual = SpeculationConfig.num_speculative_tokens
-            arguments["num_speculative_tokens"] = LOOKUP_TOKENS if method in LOOKUP_METHODS else usual
+            arguments["num_speculative_tokens"] = LOOKUP_TOKENS if lookup else SpeculationConfig.num_speculative_tokens
         return arguments
 
     def load(self, **settings: Any) -> LLM:
@@ -251,11 +250,13 @@ class ModelOptions:
             torch.set_num_threads(self.threads)
 
     def _config(self) -> dict[str, Any] | None:
+        if self.speculative_config is None:
+            return None
         try:
-            config = None if self.speculative_config is None else json.loads(self.speculative_config)
+            config = json.loads(self.speculative_config)
         except ValueError as error:
             raise ConfigError(f"--speculative-config is not JSON ({error}): {self.speculative_config!r}") from None
-        if self.speculative_config is not None and not isinstance(config, dict):
+        if not isinstance(config, dict):
             raise ConfigError(f"--speculative-config must be a JSON object, got {self.speculative_config!r}")
         return config
 

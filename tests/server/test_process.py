@@ -333,7 +333,9 @@ def test_kill_leaves_no_child_and_the_port_is_free(folder: str) -> None:
         while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < end:
             time.sleep(0.05)
         assert not any(Path(f"/proc/{child}").exists() for child in children)
-        socket.create_server(("127.0.0.1", server.port)).close()
+    with serving(folder, "--port", str(server.port)) as again:
+        assert again.port == server.port
+        assert again.post("/v1/completions", TEXT).status_code == 200
 
 
 def test_nothing_else_listens_and_prompts_are_not_logged(keyed: Running) -> None:
