@@ -233,8 +233,7 @@ def turn(
     tokens = sum(one.num_generated for one in sequences)
     for one in running:
         engine.abort(one)
-    while engine.busy:
-        engine.step()
+    engine.step()  # reads the round that is under way still, or the next setting would wait for it
     texts = [] if not cell.to_the_end else [tuple(one.output) for one in sequences]
     drafted, rounds = (sum(getattr(one.stats, name) for one in sequences) for name in ("drafted", "rounds"))
     return tokens / seconds, texts, drafted / rounds

@@ -6,6 +6,7 @@ On a card that is how it always runs; here the engine is told to, so that its bo
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,8 @@ from outrider import LLM, SamplingParams
 from outrider.draft.catching_up import runs
 from outrider.engine.cost import Grid
 from outrider.engine.engine import Engine
+from outrider.engine.flight import Flight
+from outrider.engine.round_clock import RoundClock
 from tests.scripted import generate_staggered, generate_together
 from tests.tiny import byte_tokenizer, save, tiny_draft, tiny_target
 from tests.ways import WAYS, source_of
@@ -231,3 +234,26 @@ def test_drafts_that_lag_far_and_near_are_not_padded_into_one_pass() -> None:
         assert all(
             max(counts[one] for one in run) * len(run) <= 2 * sum(counts[one] for one in run) for run in cut(*counts)
         )
+
+
+@pytest.mark.parametrize(
+    ("waits", "begins", "arrives", "seconds"),
+    [(False, [0, 3, 8], [4, 9, 13], [4, 5, 4]), (True, [0, 4, 11], [4, 9, 15], [4, 7, 4])],
+)
+def test_a_round_ends_when_its_results_are_there(
+    waits: bool, begins: list[int], arrives: list[int], seconds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host does with them, it does while the next round runs, unless it waits for each.
+
+    Counted in, a round with guesses after a plain one was held for five percent longer, and a plain one after it for
+    five percent shorter, so that a card ran too many plain rounds.
+    """
+    now = 0.0
+    monkeypatch.setattr("outrider.engine.round_clock.time", SimpleNamespace(perf_counter=lambda: now))
+    clock, told = RoundClock(apart=waits), []
+    decision: Any = SimpleNamespace(feeding=0.0, fed=())
+    for began, arrived, wanted in zip(begins, arrives, [0, 1, 0], strict=True):
+        now = arrived + 2.0 * wanted  # what the host does with guesses
+        flight = Flight([], [wanted], [], SimpleNamespace(), decision, began=began, clean=True)  # type: ignore[arg-type]
+        told.append(clock.read(flight, wanted, 1, arrived=arrived).seconds)
+    assert told == seconds

@@ -281,9 +281,9 @@ class Engine:
                 columns = None if report is None else [column[row] for column in report]
                 own = None if flight.own is None else flight.own[row]
                 self._take_in(sequence, packed[row], columns, now, own, flight.wanted[row])
-        following = self._flights[0] if self._flights else None
-        taken = self.figures.tokens - before
-        self.speculator.timed(flight.decision, self._clock.read(flight, len(packed[0]) - 4, taken, following))
+        width, taken, following = len(packed[0]) - 4, self.figures.tokens - before, next(iter(self._flights), None)
+        times = self._clock.read(flight, width, taken, arrived=now, following=following)
+        self.speculator.timed(flight.decision, times)
 
     def _take_in(
         self, sequence: Sequence, packed: list[int], columns: list[Any] | None, now: float, own: int | None, asked: int
