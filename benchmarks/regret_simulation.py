@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 COSTS = HERE / "records" / "no_regret-2026-11-29-h200-last-grid.json"
 PROMPT = 200  # tokens
-ALONE, TWO, EACH = 6.7e-3, 11.5e-3, 5.1e-3  # seconds for one prompt of so many, for two, and for each of more (by hand)
+ALONE, TWO, EACH = 7.2e-3, 11.5e-3, 5.1e-3  # seconds for one prompt of so many, for two, and for each of more (by hand)
 BESIDE, AT_ONCE = 2, 10  # prompts that are read beside a round, and together where nobody runs
 
 

@@ -176,10 +176,11 @@ def run(
     """
     waiting, running, seconds, tokens = list(texts), [], 0.0, 0
     ended: list[Text] = []
+    held = 0  # places of texts that have ended, as the host does not know yet
     untold: list[Callable[[], None]] = []
     crowded = 0.0  # share of the rounds lately in which texts came
     while waiting or (running and to_the_end):
-        come = min(len(waiting), rows - len(running), machine.admits if running else machine.at_once)
+        come = min(len(waiting), rows - len(running) - held, machine.admits if running else machine.at_once)
         running += [waiting.pop(0) for _ in range(come)]
         crowded += (bool(come) - crowded) / ((rows - 1) / machine.admits + 1)
         party = Party(
@@ -213,10 +214,13 @@ def run(
             untold.append(partial(_tell, controller, learned, party, probe, times))
             if len(untold) > machine.late:
                 untold.pop(0)()
-        # On a card the host sees a round later that guesses have ended a text, unless it is alone and waited for.
-        late = machine.inside and width and len(running) > 1
-        over = [one for one in running if one.num_generated >= one.limit] if late else []
-        running = [one for one in running if one.num_generated < one.limit or (late and one not in ended)]
+        # On a card the host sees a round later that texts have ended, unless all have, and is waited for: their places
+        # stand idle till then, in the next round if they guessed.
+        over = [one for one in running if one.num_generated >= one.limit]
+        late = machine.inside and len(over) < len(running)
+        there = [one for one in over if late and one not in ended and wanted[running.index(one)]]
+        held = sum(late and one not in ended and one not in there for one in over)
+        running = [one for one in running if one not in over or one in there]
         ended = over
     for told in untold:
         told()
