@@ -214,14 +214,13 @@ def run(
             untold.append(partial(_tell, controller, learned, party, probe, times))
             if len(untold) > machine.late:
                 untold.pop(0)()
-        # On a card the host sees a round later that texts have ended, unless all have, and is waited for: their places
-        # stand idle till then, in the next round if they guessed.
-        over = [one for one in running if one.num_generated >= one.limit]
-        late = machine.inside and len(over) < len(running)
-        there = [one for one in over if late and one not in ended and wanted[running.index(one)]]
-        held = sum(late and one not in ended and one not in there for one in over)
-        running = [one for one in running if one not in over or one in there]
-        ended = over
+        # On a card the host sees a round later that texts have ended, unless all may have and nobody comes: it waits then.
+        # Their places stand idle till then, in the next round if they guessed.
+        over, left = [one for one in running if one.finished], [one for one in running if one not in ended]
+        late = machine.inside and (len(over) < len(running) or (bool(waiting) and len(left) < rows))
+        there = [one for one in left if late and one.finished and wanted[running.index(one)]]
+        held = sum(late and one.finished and one not in there for one in left)
+        running, ended = [one for one in running if not one.finished or one in there], over
     for told in untold:
         told()
     return tokens / seconds
