@@ -214,8 +214,8 @@ def run(
             untold.append(partial(_tell, controller, learned, party, probe, times))
             if len(untold) > machine.late:
                 untold.pop(0)()
-        # On a card the host sees a round later that texts have ended, unless all may have and nobody comes: it waits then.
-        # Their places stand idle till then, in the next round if they guessed.
+        # On a card the host sees a round later that texts have ended, unless all may have and nobody comes: it
+        # waits then. Their places stand idle till then, in the next round if they guessed.
         over, left = [one for one in running if one.finished], [one for one in running if one not in ended]
         late = machine.inside and (len(over) < len(running) or (bool(waiting) and len(left) < rows))
         there = [one for one in left if late and one.finished and wanted[running.index(one)]]

@@ -89,15 +89,21 @@ class Weighing:
     def _given(self, length: int, members: Seq[int], rows: int) -> tuple[float, float]:
         """Tokens of a round and seconds, if there were so many rows like those that there are."""
         party, ceiling = self._party, self._party.ceiling
-        plain, reading = min(1.0, ceiling), 0.0
-        tokens = party.num_rows * plain
+        tokens, reading = self._plain, 0.0
         for row in members:
             pace = self._pace(row, length)
-            tokens += self._weights[row] * (min(pace, ceiling) - plain)
+            tokens += self._weights[row] * (min(pace, ceiling) - min(self._pace(row, 0), ceiling))
             reading += self._spread[row] * pace
         more = rows / party.num_rows
         seconds = self._seconds(length, members, rows) + more * reading
         return more * tokens, seconds * self._unsteady(length)
+
+    @cached_property
+    def _plain(self) -> float:
+        """Tokens of a round without guesses."""
+        party, own = self._party, range(len(self._wishes))
+        others = party.num_rows - len(own)
+        return others * min(1.0, party.ceiling) + sum(min(self._pace(row, 0), party.ceiling) for row in own)
 
     @cached_property
     def _later(self) -> tuple[float, float]:
@@ -177,16 +183,14 @@ class Weighing:
         return self._costs.feed_seconds(self._party.drafter, self._wishes[row].lag, calls)
 
     def _pace(self, row: int, length: int) -> float:
-        """Tokens a round of a row; where the host sees late that guesses have ended a text, one round more is counted.
+        """Tokens a round of a row; where the host sees late that a text has ended, one round more is counted for it.
 
         A text that ends with its guesses saves about half a round.
         """
         gain = self._gains[row]
         last = len(gain) - 1
-        if not length or not last:
-            return 1.0
         pace = 1 + gain[min(length, last)]
-        if last <= length and self._ends[row] <= last:
+        if 0 < last <= length and self._ends[row] <= last:
             pace += (gain[last] - gain[last - 1]) * pace / 2
         return pace / (1 + pace / self._in_all[row]) if self._late else pace
 
