@@ -175,6 +175,13 @@ def test_lookup_drafts_where_nothing_else_is_asked_for(options: dict[str, str], 
     assert ModelOptions(**options).arguments()["method"] == method  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("method", "guesses"), [("ngram", 10), ("prompt_lookup", 10), ("suffix", 10), ("medusa", 5)])
+def test_lookup_guesses_further_by_whatever_name(method: str, guesses: int) -> None:
+    assert ModelOptions(method=method).arguments()["num_speculative_tokens"] == guesses
+    config = json.dumps({"method": method})
+    assert ModelOptions(speculative_config=config).arguments()["num_speculative_tokens"] == guesses
+
+
 # --- generate
 
 

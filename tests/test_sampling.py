@@ -290,6 +290,22 @@ def test_bad_words_follow_the_guesses_of_a_round() -> None:
     assert not torch.isinf(scores[1]).any()
 
 
+def test_rules_that_failed_to_be_written_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in a slot is unknown then, even to a request with the rules that lay there before."""
+    table = RuleTable(1, CPU)
+    before = SamplingParams(logit_bias={3: 5.0}, seed=0)
+    table.write(0, before)
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError):
+        broken.setattr("outrider.sampling.rules._place", fails)
+        table.write(0, SamplingParams(logit_bias={1: 2.0, 2: 1.0}, seed=0))
+    table.write(0, before)
+    assert shaped(torch.zeros(1, 1, 6), table.select([0]), blank(1))[0, 0].tolist() == [0, 0, 0, 5, 0, 0]
+
+
 def test_min_tokens_rules_out_every_stop_until_enough_are_generated() -> None:
     """E02: counted from the prompt's end by position, never by round."""
     rules = rules_of(SamplingParams(min_tokens=3), prompt_length=4, stop_ids=[2, 7])

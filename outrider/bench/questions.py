@@ -66,14 +66,19 @@ def read_questions(source: str) -> list[Question]:
 def _question(place: str, number: int, found: Any) -> Question:
     prompt, turns = prompt_of(found), found.get("turns") if isinstance(found, dict) else None
     if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-        kind = str(found.get("category", "prompts"))
+        kind = _shown(found.get("category", "prompts"))
         kind = "multi_turn_conversation" if kind in CONVERSATIONS else kind
-        return Question(str(found.get("question_id", number)), kind, Prompt(turns[0]), tuple(turns[1:]))
+        return Question(_shown(found.get("question_id", number)), kind, Prompt(turns[0]), tuple(turns[1:]))
     if prompt is not None:
-        return Question(str(found.get("id", number)), str(found.get("category", "prompts")), prompt)
+        return Question(_shown(found.get("id", number)), _shown(found.get("category", "prompts")), prompt)
     raise InvalidRequestError(
         f'{place} must be an object with "turns" (a list of strings), "prompt" (a string) or "messages" (one or more)'
     )
+
+
+def _shown(name: Any) -> str:
+    """Give what tables may print: nothing by which a file could command a terminal."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in str(name))
 
 
 def spread(questions: Sequence[Question], count: int | None) -> list[Question]:

@@ -119,7 +119,8 @@ class RuleTable:
             "bias_values": torch.zeros(num_slots, 1, device=device),
             "bad_words": torch.full((num_slots, 1, 1), NOTHING, device=device),
         }
-        self._written: dict[tuple[str, int], list[Any]] = {}  # of the ragged ones: what lies there is not written again
+        # What lies in the ragged ones is not written again; None where that is not known.
+        self._written: dict[tuple[str, int], list[Any] | None] = {}
         self._params: dict[int, SamplingParams] = {}
         self._recent: tuple[tuple[int, ...], Rules] | None = None
 
@@ -170,6 +171,7 @@ class RuleTable:
     def _write_ragged(self, name: str, slot: int, value: list[Any]) -> None:
         if self._written.get((name, slot), _EMPTY[name]) == value:
             return
+        self._written[name, slot] = None  # should it fail halfway
         table = self._ragged[name]
         fill = 0.0 if table.is_floating_point() else NOTHING
         row = upload(value, self._device, table.dtype)

@@ -97,6 +97,19 @@ def test_every_kind_of_line_is_read(folder: Path) -> None:
     assert third.first.messages == ({"role": "user", "content": "hi hi hi"},)
 
 
+def test_a_file_commands_no_terminal(tmp_path: Path) -> None:
+    """Names and categories are printed in tables; there they stood as they came, escape sequences and all."""
+    file = tmp_path / "questions.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"question_id": "a\x1b[2J", "category": "code\x1b]0;x\x07", "turns": ["hi"]},
+        {"id": "b\r", "category": "é x", "prompt": "hi"},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    first, second = read_questions(str(file))
+    assert (first.name, first.kind) == ("a\ufffd[2J", "code\ufffd]0;x\ufffd")
+    assert (second.name, second.kind) == ("b\ufffd", "é x")
+
+
 @pytest.mark.parametrize("line", ['{"turns": []}', '{"turns": "x"}', "[1]", '{"prompt": 3}', "not json", ""])
 def test_other_lines_are_refused(line: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
