@@ -119,10 +119,12 @@ class Gate:
         return error
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """Keep web pages out that reach this server by another name, or from another site."""
-        allowed = self._settings.hosts
-        host = PORT.sub("", headers.get(b"host", b"").decode("latin-1")).lower()
-        if allowed and host not in allowed:
+        """Keep web pages out that reach this server by another name, or from another site.
+
+        A browser always says which name it asked for; an HTTP/1.0 probe that says none is no web page.
+        """
+        allowed, named = self._settings.hosts, headers.get(b"host")
+        if allowed and named is not None and PORT.sub("", named.decode("latin-1")).lower() not in allowed:
             raise ApiError(403, "host_not_allowed", "this server is not known by that name; see --allowed-host")
         origin = headers.get(b"origin")
         if origin is not None and origin.decode("latin-1") not in self._settings.allowed_origins:

@@ -245,6 +245,9 @@ def test_too_many_headers_and_foreign_hosts(server: Local) -> None:
         asked = server.client.request(method, "/v1/models", headers={"origin": "http://evil.example"})
         assert server.run(asked).status_code == 403
     assert server.get("/v1/models", headers={"host": "TEST:1234"}).status_code == 200
+    unnamed = server.client.build_request("GET", "/v1/models")
+    del unnamed.headers["host"]  # as an HTTP/1.0 probe may: no browser does
+    assert server.run(server.client.send(unnamed)).status_code == 200
 
 
 def test_there_are_no_other_routes(server: Local) -> None:
