@@ -175,11 +175,21 @@ def test_lookup_drafts_where_nothing_else_is_asked_for(options: dict[str, str], 
     assert ModelOptions(**options).arguments()["method"] == method  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("method", "guesses"), [("ngram", 10), ("prompt_lookup", 10), ("suffix", 10), ("medusa", 5)])
+@pytest.mark.parametrize(
+    ("method", "guesses"), [("ngram", 10), ("prompt_lookup", 10), ("suffix", 10), ("early_exit", 5)]
+)
 def test_lookup_guesses_further_by_whatever_name(method: str, guesses: int) -> None:
     assert ModelOptions(method=method).arguments()["num_speculative_tokens"] == guesses
     config = json.dumps({"method": method})
     assert ModelOptions(speculative_config=config).arguments()["num_speculative_tokens"] == guesses
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "ngram+draft_model"])
+def test_a_method_without_its_draft_is_told_by_its_name_and_before_any_work(method: str) -> None:
+    for options in ({"method": method}, {"speculative_config": json.dumps({"method": method})}):
+        with pytest.raises(ConfigError, match=rf"'{re.escape(method)}' needs a draft.*--speculative-model"):
+            ModelOptions(**options).arguments()  # type: ignore[arg-type]
+    assert ModelOptions(method=method, speculative_model="d").arguments()["speculative_model"] == "d"
 
 
 # --- generate

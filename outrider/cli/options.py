@@ -229,7 +229,7 @@ class ModelOptions:
         named = arguments["method"] is not None or arguments["speculative_model"] is not None
         if not named and not {"method", "model"} & set(config or ()):
             arguments["method"] = "ngram"
-        lookup = checked_method((config or {}).get("method", arguments["method"])) in LOOKUP_METHODS
+        lookup = checked_method(arguments, config or {}) in LOOKUP_METHODS
         if arguments["num_speculative_tokens"] is None:
             arguments["num_speculative_tokens"] = LOOKUP_TOKENS if lookup else SpeculationConfig.num_speculative_tokens
         return arguments

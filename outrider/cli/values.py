@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.config import methods_of
 from outrider.errors import ConfigError, InvalidRequestError
@@ -81,13 +81,21 @@ def one_model(argument: str | None, option: str | None) -> str | None:
     return argument if argument is not None else option
 
 
-def checked_method(name: str | None) -> str | None:
-    """Give a method's own name where it is also called otherwise; told before torch is imported, which takes seconds.
+def checked_method(arguments: dict[str, Any], config: dict[str, Any]) -> str | None:
+    """Give a method's own name where it is also called otherwise; `config`, where it names one, comes first.
+
+    What is wrong with it is told before torch is imported, which takes seconds.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is none of that name, or it needs a draft and none is named.
     """
-    return None if name is None else "+".join(methods_of(name))
+    name = config.get("method", arguments["method"])
+    if name is None:
+        return None
+    methods, draft = methods_of(name), config.get("model", arguments["speculative_model"])
+    if draft is None and any(one.takes_model for one in methods):
+        raise ConfigError(f"method {name!r} needs a draft: name one with --speculative-model")
+    return "+".join(methods)
 
 
 def check_models(arguments: dict[str, Any]) -> None:
