@@ -175,7 +175,6 @@ def run(
     come.
     """
     waiting, running, seconds, tokens = list(texts), [], 0.0, 0
-    ended: list[Text] = []
     held = 0  # places of texts that have ended, as the host does not know yet
     untold: list[Callable[[], None]] = []
     crowded = 0.0  # share of the rounds lately in which texts came
@@ -214,13 +213,7 @@ def run(
             untold.append(partial(_tell, controller, learned, party, probe, times))
             if len(untold) > machine.late:
                 untold.pop(0)()
-        # On a card the host sees a round later that texts have ended, unless all may have and nobody comes: it
-        # waits then. Their places stand idle till then, in the next round if they guessed.
-        over, left = [one for one in running if one.finished], [one for one in running if one not in ended]
-        late = machine.inside and (len(over) < len(running) or (bool(waiting) and len(left) < rows))
-        there = [one for one in left if late and one.finished and wanted[running.index(one)]]
-        held = sum(late and one.finished and one not in there for one in left)
-        running, ended = [one for one in running if not one.finished or one in there], over
+        running, held = _left(machine, [(one, length) for one, length, *_ in learned], rows, bool(waiting))
     for told in untold:
         told()
     return tokens / seconds
@@ -253,6 +246,19 @@ def _taken(
             one.cached = one.num_generated + machine.prompt
         learned.append((one, length, made, right))
     return given, learned
+
+
+def _left(machine: Machine, played: list[tuple[Text, int]], rows: int, waiting: bool) -> tuple[list[Text], int]:
+    """Say which of the texts of a round, by their guesses, are in the next, and how many places stand idle beside them.
+
+    On a card the host sees a round later that a text has ended, unless all have and nobody comes: it waits then. Its
+    place stands idle till then, in the next round if it guessed.
+    """
+    on = [one for one, _ in played if not one.finished]
+    if not machine.inside or not (on or (waiting and len(played) < rows)):
+        return on, 0
+    left = [one for one, length in played if length or not one.finished]
+    return left, len(played) - len(left)
 
 
 def _tell(

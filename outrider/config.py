@@ -18,6 +18,7 @@ __all__ = [
     "Method",
     "SpeculationConfig",
     "Verification",
+    "check_drafted",
     "methods_of",
 ]
 
@@ -96,6 +97,16 @@ def methods_of(value: str) -> tuple[Method, ...]:
     if sum(method.takes_model for method in methods) > 1:
         raise ConfigError(f"method {value!r} needs two draft models, and one can be named; use one of them")
     return methods
+
+
+def check_drafted(method: str, model: object) -> None:
+    """Refuse a method, or several, that a draft belongs to where none is named.
+
+    Raises:
+        ConfigError: None is, or there is no such method.
+    """
+    if model is None and any(one.takes_model for one in methods_of(method)):
+        raise ConfigError(f"method {method!r} needs a draft: pass speculative_model=... (--speculative-model)")
 
 
 @dataclass(frozen=True)
@@ -177,9 +188,8 @@ class SpeculationConfig:
         """Check that a draft is named where one is needed, and nowhere else."""
         if isinstance(self.model, str) and not self.model.strip():
             raise ConfigError("speculative_model is empty; give a Hub id, a folder or a .gguf file, or leave it out")
+        check_drafted(self.method, self.model)
         wanted = [str(method) for method in self.methods if method.takes_model]
-        if wanted and self.model is None:
-            raise ConfigError(f"method {wanted[0]!r} needs a draft: pass speculative_model=...")
         heads = [name for name in wanted if name != Method.DRAFT_MODEL]
         if heads and not isinstance(self.model, str | Path):
             raise ConfigError(

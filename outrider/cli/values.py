@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from outrider.config import methods_of
+from outrider.config import check_drafted, methods_of
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.model.checkpoint import check_source
 
@@ -92,10 +92,8 @@ def checked_method(arguments: dict[str, Any], config: dict[str, Any]) -> str | N
     name = config.get("method", arguments["method"])
     if name is None:
         return None
-    methods, draft = methods_of(name), config.get("model", arguments["speculative_model"])
-    if draft is None and any(one.takes_model for one in methods):
-        raise ConfigError(f"method {name!r} needs a draft: name one with --speculative-model")
-    return "+".join(methods)
+    check_drafted(name, config.get("model", arguments["speculative_model"]))
+    return "+".join(methods_of(name))
 
 
 def check_models(arguments: dict[str, Any]) -> None:

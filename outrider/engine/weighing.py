@@ -89,21 +89,20 @@ class Weighing:
     def _given(self, length: int, members: Seq[int], rows: int) -> tuple[float, float]:
         """Tokens of a round and seconds, if there were so many rows like those that there are."""
         party, ceiling = self._party, self._party.ceiling
-        tokens, reading = self._plain, 0.0
+        others = party.num_rows - len(self._wishes)
+        tokens, reading = others * min(1.0, ceiling) + sum(self._plain), 0.0
         for row in members:
             pace = self._pace(row, length)
-            tokens += self._weights[row] * (min(pace, ceiling) - min(self._pace(row, 0), ceiling))
+            tokens += self._weights[row] * (min(pace, ceiling) - self._plain[row])
             reading += self._spread[row] * pace
         more = rows / party.num_rows
         seconds = self._seconds(length, members, rows) + more * reading
         return more * tokens, seconds * self._unsteady(length)
 
     @cached_property
-    def _plain(self) -> float:
-        """Tokens of a round without guesses."""
-        party, own = self._party, range(len(self._wishes))
-        others = party.num_rows - len(own)
-        return others * min(1.0, party.ceiling) + sum(min(self._pace(row, 0), party.ceiling) for row in own)
+    def _plain(self) -> list[float]:
+        """Tokens of a round without guesses, of each row."""
+        return [min(self._pace(row, 0), self._party.ceiling) for row in range(len(self._wishes))]
 
     @cached_property
     def _later(self) -> tuple[float, float]:
